@@ -1,0 +1,94 @@
+// PageStore: the pages of one layer, addressed by cell number. This is the level at which hosts that own cell numbers
+// (llama.cpp, block tables) plug in; Cache builds one sequence on top of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvant/layout.hpp"
+#include "kvant/recipe.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant {
+
+// Recycles the buffers of open pages between stores. Thread-compatible: one user at a time. Several stores may share
+// one.
+class PagePool;
+std::shared_ptr<PagePool> make_page_pool();
+// Bytes of recycled buffers that the pool holds for later use (live pages are counted by their stores).
+std::size_t idle_bytes(const PagePool& pool);
+
+// Bytes a store holds, by what they are for. total() is what the allocator gave, nothing left out.
+struct StoreBytes {
+  std::size_t sealed = 0;  // sealed blocks: codes, endpoints, indices
+  std::size_t open = 0;    // unquantized pages, the recent window included
+  std::size_t exact = 0;   // unquantized rows beside sealed pages (sinks)
+  std::size_t tables = 0;  // page table and bitmaps
+  std::size_t total() const { return sealed + open + exact + tables; }
+};
+
+struct StoreCounts {
+  std::int64_t sealed_pages = 0;
+  std::int64_t open_pages = 0;
+  std::int64_t seals = 0;    // times a page was encoded since creation
+  std::int64_t reopens = 0;  // times a sealed page was decoded back because a cell in it was written
+};
+
+enum class Side : std::uint8_t { key, value };
+
+// Thread-compatible. Copying a store shares its sealed pages (they are immutable) and copies its open ones.
+class PageStore {
+ public:
+  // A store of `cells` cells, all unwritten. Memory is allocated page by page on first write.
+  PageStore(const Recipe& recipe, const CacheShape& shape, std::int64_t cells,
+            std::shared_ptr<PagePool> pool = nullptr);
+  ~PageStore();
+  PageStore(const PageStore& other);
+  PageStore& operator=(const PageStore& other);
+  PageStore(PageStore&&) noexcept;
+  PageStore& operator=(PageStore&&) noexcept;
+
+  const Recipe& recipe() const;
+  const CacheShape& shape() const;
+  const PageLayout& layout() const;
+  std::int64_t cells() const;
+
+  // Writes rows[i] ([kv_heads, dim]) into cell cells[i]. A sealed page that is written is reopened first.
+  // positions, where the host knows them, tell which cells are sinks (position < recipe.sink); without them the cell
+  // number counts as the position. Keys and values may come in either order.
+  // Throws Error(out_of_range | not_finite | invalid_argument); then nothing was written.
+  void write(Side side, std::span<const std::int64_t> cells, const ConstView& rows,
+             std::span<const std::int64_t> positions = {});
+
+  // Reads the cells as stored (decoded where sealed); unwritten cells read as zeros. out: [cells, kv_heads, dim].
+  void read(Side side, std::span<const std::int64_t> cells, const View& out) const;
+
+  // Encodes every full page that has at least recipe.window newer rows. Returns how many were sealed.
+  int seal_ready(int threads = 0);
+
+  // Forgets cells [first, first + count): they read as unwritten. A sealed page that is partly forgotten is reopened.
+  void forget(std::int64_t first, std::int64_t count);
+  void clear();
+
+  // Copies count cells from `from` (same recipe, shape); whole aligned pages are shared, the rest is copied as stored.
+  void copy_cells(const PageStore& from, std::int64_t from_first, std::int64_t first, std::int64_t count);
+
+  bool is_sealed(std::int64_t page) const;
+  bool is_written(std::int64_t cell) const;  // both key and value
+  // The immutable block of a sealed page (layout().page_bytes), empty when the page is open.
+  std::span<const std::byte> sealed_block(std::int64_t page) const;
+
+  StoreBytes bytes() const;
+  StoreCounts counts() const;
+
+  struct Impl;  // src/cache/store.hpp; attention reads the pages through it
+  const Impl& impl() const { return *impl_; }
+  Impl& impl() { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvant
