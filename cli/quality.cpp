@@ -1,0 +1,126 @@
+// Perplexity and KL divergence through the host's own llama-perplexity.
+#include <fmt/format.h>
+
+#include <cctype>
+#include <charconv>
+#include <cstdlib>
+#include <filesystem>
+#include <system_error>
+
+#include "cli/compare.hpp"
+#include "cli/errors.hpp"
+#include "cli/table.hpp"
+
+namespace kvant::cli {
+namespace {
+
+// The number behind `label`, blanks and ':' or '=' skipped.
+double number_after(const std::string& output, const std::string& label) {
+  std::size_t at = output.rfind(label);
+  if (at == std::string::npos) {
+    throw CliError(Exit::child_failed, fmt::format("llama-perplexity printed no '{}'", label));
+  }
+  at += label.size();
+  while (at < output.size() && (output[at] == ' ' || output[at] == ':' || output[at] == '=')) ++at;
+  double value = 0;
+  const auto [end, error] = std::from_chars(output.data() + at, output.data() + output.size(), value);
+  if (error != std::errc()) {
+    throw CliError(Exit::child_failed, fmt::format("llama-perplexity printed no number behind '{}'", label));
+  }
+  return value;
+}
+
+std::vector<std::string> arguments_for(const CompareContext& context, int chunks, const std::string& base) {
+  const CompareOptions& options = context.options;
+  const auto batch = std::to_string(options.context);
+  return {"-m",
+          options.model,
+          "-f",
+          options.text,
+          "-c",
+          batch,
+          "-b",
+          batch,
+          "-ub",
+          std::to_string(options.ubatch),
+          "-t",
+          std::to_string(options.threads),
+          "-fa",
+          "on",
+          "--chunks",
+          std::to_string(chunks),
+          "--kl-divergence-base",
+          base};
+}
+
+// llama-perplexity saves 16 bits per vocabulary entry for the second half of every chunk.
+std::uint64_t logits_bytes(const CompareContext& context) {
+  const auto tokens = static_cast<std::uint64_t>(context.options.context / 2 * context.options.chunks);
+  return tokens * (context.model.vocabulary + 4) * 2;
+}
+
+void check_space(const CompareContext& context) {
+  const std::uint64_t needed = logits_bytes(context);
+  std::error_code error;
+  const auto space = std::filesystem::space(context.scratch, error);
+  const std::string where = context.scratch.parent_path().string();
+  if (!error && space.available < needed) {
+    throw CliError(Exit::io, fmt::format("the saved logits need {} in {}, which has {} free; set TMPDIR or lower "
+                                         "--chunks",
+                                         human_bytes(needed), where, human_bytes(space.available)));
+  }
+  fmt::print(stderr, "the logits of the base take {} in {} for now\n", human_bytes(needed), where);
+}
+
+std::string summary(const Quality& quality) {
+  return fmt::format("PPL {:.3f}, KLD {:.5f}", quality.ppl, quality.kld);
+}
+
+}  // namespace
+
+double parse_base_ppl(const std::string& output) {
+  return number_after(output, "Mean PPL(base)");
+}
+double parse_final_ppl(const std::string& output) {
+  return number_after(output, "Final estimate: PPL");
+}
+
+Quality parse_kl_statistics(const std::string& output) {
+  Quality quality;
+  quality.ppl = number_after(output, "Mean PPL(Q)");
+  quality.kld = number_after(output, "Mean    KLD");
+  quality.kld_p99 = number_after(output, "99.0%   KLD");
+  quality.same_top = number_after(output, "Same top p");
+  return quality;
+}
+
+// Without a speed run the memory is that of the KL divergence runs; the base needs one too, and one chunk shows its
+// peak.
+int quality_steps(const CompareOptions& options, std::size_t rows) {
+  return static_cast<int>(rows) + (options.no_speed ? 1 : 0);
+}
+
+void measure_quality(const CompareContext& context, std::vector<CompareRow>& rows) {
+  check_space(context);
+  const Tool tool = find_tool("llama-perplexity", context.options.tools);
+  const std::string base = (context.scratch / "base.logits").string();
+  const Outcome saved =
+      run_row(context, rows[0].spec, tool, arguments_for(context, context.options.chunks, base), nullptr);
+  rows[0].quality.ppl = parse_final_ppl(saved.out + saved.err);
+  context.progress.done(saved.seconds, fmt::format("PPL {:.3f}, the base", rows[0].quality.ppl));
+  for (std::size_t i = context.options.no_speed ? 0 : 1; i < rows.size(); ++i) {
+    CompareRow& row = rows[i];
+    std::vector<std::string> arguments = arguments_for(context, i == 0 ? 1 : context.options.chunks, base);
+    arguments.emplace_back("--kl-divergence");
+    const Outcome outcome = run_row(context, row.spec, tool, arguments, &row.status);
+    row.rss_bytes = outcome.peak_rss_bytes;
+    if (i > 0) {
+      row.quality = parse_kl_statistics(outcome.out);
+      // The saved logits are rounded; this is the base's perplexity as the other rows saw it.
+      rows[0].quality.ppl = parse_base_ppl(outcome.out);
+    }
+    context.progress.done(outcome.seconds, i == 0 ? "memory of the base" : summary(row.quality));
+  }
+}
+
+}  // namespace kvant::cli

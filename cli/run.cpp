@@ -1,0 +1,59 @@
+// kvant run: any program of llama.cpp with its KV cache held by kvant.
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+
+#include "cli/commands.hpp"
+#include "cli/errors.hpp"
+#include "cli/host.hpp"
+#include "cli/recipes.hpp"
+
+namespace kvant::cli {
+namespace {
+
+struct RunOptions {
+  std::string recipe;
+  std::string status;
+  std::string plugin;
+  std::string tools;
+};
+
+std::string recipe_text(const RunOptions& options) {
+  const char* inherited = std::getenv("KVANT_RECIPE");
+  std::string text = options.recipe;
+  if (text.empty()) text = inherited == nullptr || *inherited == '\0' ? "kivi" : inherited;
+  const RowSpec row = parse_row(text);
+  if (row.stock()) throw CliError(Exit::usage, fmt::format("'{}' needs no kvant: run the program itself", text));
+  return to_text(*row.recipe);
+}
+
+void execute(const RunOptions& options, const std::vector<std::string>& program) {
+  PluginSettings settings;
+  settings.recipe = recipe_text(options);
+  if (program.empty()) throw CliError(Exit::usage, "no program: kvant run [options] -- llama-server -m model.gguf ...");
+  settings.plugin = find_plugin(options.plugin);
+  settings.status = options.status;
+  // The program may change its working directory; "stderr" is a word of the plug-in, not a file.
+  if (!settings.status.empty() && settings.status != "stderr") {
+    settings.status = std::filesystem::absolute(settings.status).string();
+  }
+  const Tool tool = find_tool(program.front(), options.tools);
+  replace_process(plugin_command(tool, {program.begin() + 1, program.end()}, settings));
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, const std::vector<std::string>& program) {
+  auto options = std::make_shared<RunOptions>();
+  CLI::App* run = app.add_subcommand("run", "Run a program of llama.cpp with its KV cache held by kvant");
+  run->footer("kvant run [OPTIONS] -- PROGRAM [ARGUMENTS...]\nEverything behind -- is the program's.");
+  run->add_option("-r,--recipe", options->recipe, "Recipe of the cache (default: KVANT_RECIPE, else kivi)");
+  run->add_option("--status", options->status, "Where the plug-in writes its status: a path, or stderr");
+  run->add_option("--plugin", options->plugin, "The plug-in (default: KVANT_PLUGIN, else beside this program)");
+  run->add_option("--tools", options->tools, "Folder of the programs (default: KVANT_LLAMA_DIR, then PATH)");
+  run->callback([options, &program] { execute(*options, program); });
+}
+
+}  // namespace kvant::cli
