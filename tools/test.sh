@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# make test: everything. Each stage is one line in the summary at the end.
+# usage: tools/test.sh [STAGE...]   stages: release sanitize static plugin cli install readme
+source "$(dirname "$0")/common.sh"
+
+stages=("$@")
+((${#stages[@]})) || stages=(static release sanitize cli plugin install readme)
+summary=()
+failed=0
+cd "$ROOT"
+
+release_build() { "$ROOT/tools/build.sh" release -DKVANT_BUILD_TESTS=ON; }
+
+stage_static() { "$ROOT/tools/check.sh" quick; }
+
+stage_release() {
+  release_build
+  ctest --preset release -j "$JOBS" --no-tests=error
+}
+
+# The plug-in runs inside a host that is not sanitized; its layers below are.
+stage_sanitize() {
+  "$ROOT/tools/build.sh" sanitize -DKVANT_BUILD_PLUGIN=OFF -DKVANT_BUILD_TESTS=ON
+  ctest --preset sanitize -j "$JOBS" --no-tests=error
+}
+
+run_pytest() {
+  release_build
+  KVANT_BUILD_DIR=$BUILD/release KVANT_LLAMA_DIR=$(site_packages) "$VENV/bin/python" -m pytest -q -x --durations=5 "$@"
+}
+
+stage_cli() { run_pytest "$ROOT/tests/cli"; }
+
+stage_plugin() { run_pytest "$ROOT/tests/plugin"; }
+
+stage_install() { run_pytest "$ROOT/tests/install/test_install.py"; }
+
+stage_readme() { run_pytest "$ROOT/tests/install/test_readme.py"; }
+
+"$ROOT/tools/setup.sh" packages host all-models text tests
+for stage in "${stages[@]}"; do
+  declare -F "stage_$stage" >/dev/null || die "tools/test.sh: unknown stage '$stage'"
+  start=$SECONDS
+  say "stage $stage"
+  # A subshell with its own -e: one failed stage does not hide the others.
+  set +e
+  (set -e; "stage_$stage")
+  code=$?
+  set -e
+  ((code == 0)) || failed=$((failed + 1))
+  summary+=("$(printf '%-9s %s in %d s' "$stage" "$( ((code == 0)) && echo passed || echo FAILED)" $((SECONDS - start)))")
+done
+printf '\n'
+printf '%s\n' "${summary[@]}"
+printf '%d passed, %d failed\n' $((${#stages[@]} - failed)) "$failed"
+((failed == 0))
