@@ -88,6 +88,8 @@ class PageStore {
   Impl& impl() { return *impl_; }
 
  private:
+  void copy_run(const Impl& source, std::int64_t from, std::int64_t to, std::int64_t count);
+
   std::unique_ptr<Impl> impl_;
 };
 

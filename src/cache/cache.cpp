@@ -1,0 +1,101 @@
+#include "kvant/cache.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cache/store.hpp"
+#include "cache/workspace.hpp"
+
+namespace kvant {
+namespace {
+
+// Pages written before full ones behind the window are sealed: bounds the unquantized part of a long prompt.
+constexpr std::int64_t kPagesPerSlice = 8;
+
+ConstView slice(const ConstView& view, std::int64_t first, std::int64_t count) {
+  ConstView part = view;
+  part.data =
+      static_cast<const std::byte*>(view.data) + first * view.stride[0] * static_cast<std::int64_t>(size_of(view.type));
+  part.extent[0] = count;
+  return part;
+}
+
+std::vector<std::int64_t> cell_range(std::int64_t first, std::int64_t count) {
+  std::vector<std::int64_t> cells(static_cast<std::size_t>(count));
+  std::iota(cells.begin(), cells.end(), first);
+  return cells;
+}
+
+}  // namespace
+
+Cache::Cache(const Recipe& recipe, const CacheShape& shape) : store_(recipe, shape, 0) {}
+
+void Cache::append(const ConstView& keys, const ConstView& values) {
+  PageStore::Impl& impl = store_.impl();
+  const std::int64_t count = keys.extent[0];
+  impl.check_rows(Side::key, keys, count);
+  impl.check_rows(Side::value, values, count);
+  const std::int64_t page = impl.tokens();
+  impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));
+  try {
+    for (std::int64_t done = 0; done < count;) {
+      const std::int64_t step = std::min(count - done, kPagesPerSlice * page);
+      const std::vector<std::int64_t> cells = cell_range(length_ + done, step);
+      store_.write(Side::key, cells, slice(keys, done, step));
+      store_.write(Side::value, cells, slice(values, done, step));
+      store_.seal_ready();
+      done += step;
+    }
+  } catch (...) {  // out of memory: what was added is forgotten again
+    store_.forget(length_, impl.cells - length_);
+    impl.rewind(length_);
+    throw;
+  }
+  length_ += count;
+}
+
+void Cache::attend(const ConstView& queries, const View& out, AttentionOptions options, float* lse) const {
+  if (queries.extent[0] > length_) {
+    base::fail(ErrorCode::invalid_argument, "queries has " + std::to_string(queries.extent[0]) +
+                                                " rows; the cache holds " + std::to_string(length_) + " tokens");
+  }
+  options.first_position = length_ - queries.extent[0];
+  static thread_local Workspace workspace;
+  kvant::attend(store_, length_, queries, out, options, workspace, lse);
+}
+
+void Cache::fetch(const View& keys, const View& values) const {
+  const std::vector<std::int64_t> cells = cell_range(0, length_);
+  store_.read(Side::key, cells, keys);
+  store_.read(Side::value, cells, values);
+}
+
+void Cache::trim(std::int64_t n) {
+  if (n < 0 || n > length_) {
+    base::fail(ErrorCode::invalid_argument,
+               "trim is " + std::to_string(n) + "; allowed: 0 to the length, " + std::to_string(length_));
+  }
+  store_.forget(length_ - n, n);
+  length_ -= n;
+  store_.impl().rewind(length_);
+}
+
+void Cache::clear() {
+  store_.clear();
+  length_ = 0;
+}
+
+std::vector<Cache> gather(std::span<const Cache> batch, std::span<const std::int64_t> indices) {
+  std::vector<Cache> result;
+  result.reserve(indices.size());
+  for (const std::int64_t index : indices) {
+    if (index < 0 || index >= static_cast<std::int64_t>(batch.size())) {
+      base::fail(ErrorCode::out_of_range,
+                 "gather index " + std::to_string(index) + " outside a batch of " + std::to_string(batch.size()));
+    }
+    result.push_back(batch[static_cast<std::size_t>(index)]);
+  }
+  return result;
+}
+
+}  // namespace kvant

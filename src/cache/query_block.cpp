@@ -1,0 +1,311 @@
+#include "cache/query_block.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/half.hpp"
+
+namespace kvant::cache {
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr int kMaxGroups = 8;  // groups of planes with the same channels in a tile
+constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
+
+int longest(const AttentionPlan& plan) {
+  const CacheShape& shape = plan.store->shape;
+  return std::max({shape.key_dim, shape.value_dim, plan.store->tokens()});
+}
+
+}  // namespace
+
+// A run of planes that multiply the same x: consecutive planes of a tile over the same depth indices.
+struct QueryBlock::Group {
+  std::size_t first = 0;
+  std::size_t end = 0;
+  float mid = 0;  // mean code, over all codes of the planes
+
+  static Group at(const TileLayout& tile, std::size_t first) {
+    Group group{first, first, 0};
+    const PlaneLayout& head = tile.planes[first];
+    while (group.end < tile.planes.size() && tile.planes[group.end].gathered == head.gathered &&
+           tile.planes[group.end].depth == head.depth) {
+      const PlaneLayout& plane = tile.planes[group.end++];
+      group.mid += 0.5F * static_cast<float>(((1 << plane.bits) - 1) << plane.shift);
+    }
+    return group;
+  }
+};
+
+std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
+  using Arena = Workspace::Arena;
+  const CacheShape& shape = plan.store->shape;
+  const auto n = static_cast<std::size_t>(plan.block_rows) * static_cast<std::size_t>(plan.group);
+  const auto page = static_cast<std::size_t>(plan.store->tokens());
+  const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
+  const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
+         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) +
+         Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
+         Arena::padded<std::int32_t>(kMaxGroups * tiles::packed_words(longest(plan), static_cast<int>(n))) +
+         Arena::padded<float>(kMaxGroups * n);
+}
+
+QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
+    : plan_(plan), store_(*plan.store), kernels_(tiles::kernels()), capacity_(plan.block_rows * plan.group) {
+  const CacheShape& shape = store_.shape;
+  query_stride_ = base::round_up(shape.key_dim, 16);
+  output_stride_ = base::round_up(shape.value_dim, 16);
+  score_stride_ = store_.tokens();
+  const auto n = static_cast<std::size_t>(capacity_);
+  const auto page = static_cast<std::size_t>(score_stride_);
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  queries_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
+  scores_ = arena.take<float>(n * page);
+  exact_ = arena.take<float>(n * page);
+  mask_ = arena.take<float>(n * page);
+  output_ = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
+  for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &ones_, &factor_}) *vector = arena.take<float>(n);
+  for (float** line : {&min_, &step_, &scratch_}) *line = arena.take<float>(deep);
+  wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
+  mask_rows_ = arena.take<const float*>(n);
+  packed_ = arena.take<std::int32_t>(kMaxGroups * tiles::packed_words(longest(plan), capacity_));
+  x_scale_ = arena.take<float>(kMaxGroups * n);
+  std::fill_n(ones_, n, 1.0F);
+}
+
+void QueryBlock::start(int head, std::int64_t first_row, int rows) {
+  head_ = head;
+  first_row_ = first_row;
+  rows_ = rows;
+  vectors_ = rows * plan_.group;
+  const ConstView& view = plan_.queries;
+  for (int n = 0; n < vectors_; ++n) {
+    const std::int64_t row = first_row + n / plan_.group;
+    const int query_head = head * plan_.group + n % plan_.group;
+    float* out = queries_ + n * query_stride_;
+    for (int d = 0; d < store_.shape.key_dim; ++d) {
+      out[d] = plan_.scale * base::load_float(view.data, view.type,
+                                              row * view.stride[0] + query_head * view.stride[1] + d * view.stride[2]);
+    }
+    slope_[n] = plan_.slopes[static_cast<std::size_t>(query_head)];
+  }
+  std::fill_n(maximum_, vectors_, kMinusInfinity);
+  std::fill_n(sum_, vectors_, 0.0F);
+  std::fill_n(output_, vectors_ * output_stride_, 0.0F);
+}
+
+// ---- visibility
+
+bool QueryBlock::is_plain(std::int64_t first_cell, int cells) const {
+  const AttentionOptions& options = *plan_.options;
+  if (options.mask.data != nullptr || options.max_bias > 0) return false;
+  if (first_cell + cells > plan_.n_cells) return false;
+  if (options.first_position < 0) return true;
+  const std::int64_t oldest = options.first_position + first_row_;  // the block's first row sees the fewest new cells
+  const std::int64_t newest = oldest + rows_ - 1;
+  return first_cell + cells - 1 <= oldest &&
+         (options.sliding_window <= 0 || first_cell > newest - options.sliding_window);
+}
+
+bool QueryBlock::mask_row(std::int64_t row, int query_head, std::int64_t first_cell, int cells, float* out) const {
+  const AttentionOptions& options = *plan_.options;
+  const int inside = static_cast<int>(std::clamp<std::int64_t>(plan_.n_cells - first_cell, 0, cells));
+  if (options.mask.data != nullptr) {
+    const std::int64_t at = row * options.mask.row_stride + query_head * options.mask.head_stride + first_cell;
+    const auto* data =
+        static_cast<const std::byte*>(options.mask.data) + at * static_cast<std::int64_t>(size_of(options.mask.type));
+    kernels_.widen(data, options.mask.type, out, inside);
+  } else {
+    std::fill_n(out, inside, 0.0F);
+  }
+  std::fill(out + inside, out + cells, kMinusInfinity);
+  if (options.first_position >= 0) {
+    const std::int64_t position = options.first_position + row;
+    for (int i = 0; i < inside; ++i) {
+      const std::int64_t distance = position - (first_cell + i);
+      if (distance < 0 || (options.sliding_window > 0 && distance >= options.sliding_window)) {
+        out[i] = kMinusInfinity;
+      } else if (options.max_bias > 0 && options.mask.data == nullptr) {
+        out[i] = static_cast<float>(-distance);
+      }
+    }
+  }
+  return std::any_of(out, out + cells, [](float x) { return x != kMinusInfinity; });
+}
+
+// Fills mask_rows_ (null where nothing is added); false if no vector sees the page.
+bool QueryBlock::load_mask(std::int64_t number, int cells) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  const std::int64_t first_cell = number * store_.tokens();
+  const CellSet written = page.written();
+  const bool whole = static_cast<int>(written.count()) >= cells && cells <= store_.valid_cells(number);
+  std::fill_n(mask_rows_, vectors_, nullptr);
+  if (whole && is_plain(first_cell, cells)) return true;
+  const bool per_head = plan_.options->mask.data != nullptr && plan_.options->mask.head_stride != 0;
+  bool any = false;
+  for (int n = 0; n < vectors_; ++n) {
+    float* row = mask_ + n * score_stride_;
+    if (!per_head && n % plan_.group != 0) {
+      mask_rows_[n] = mask_rows_[n - 1];
+      continue;
+    }
+    bool visible =
+        mask_row(first_row_ + n / plan_.group, head_ * plan_.group + n % plan_.group, first_cell, cells, row);
+    if (visible && !whole) {
+      for (int i = 0; i < cells; ++i) {
+        if (!written[static_cast<std::size_t>(i)]) row[i] = kMinusInfinity;
+      }
+      visible = std::any_of(row, row + cells, [](float x) { return x != kMinusInfinity; });
+    }
+    any |= visible;
+    const bool adds = std::any_of(row, row + cells, [](float x) { return x != 0; });
+    mask_rows_[n] = adds ? row : nullptr;
+  }
+  return any;
+}
+
+// ---- products with one page
+
+void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
+                               std::int64_t v_stride, float* out, std::int64_t out_stride) {
+  tiles::RowProduct product{tile, store_.shape.dtype, stride, rows, depth, v, v_stride, vectors_, out, out_stride};
+  if (vectors_ >= kWidenFrom && store_.shape.dtype != DType::f32) {
+    const int padded = base::round_up(rows, tiles::kLanes);
+    for (int d = 0; d < depth; ++d) {
+      kernels_.widen(static_cast<const std::byte*>(tile) + static_cast<std::size_t>(d * stride) * store_.rows.element,
+                     store_.shape.dtype, wide_ + static_cast<std::ptrdiff_t>(d) * padded, padded);
+    }
+    product.tile = wide_;
+    product.type = DType::f32;
+    product.tile_stride = padded;
+  }
+  kernels_.multiply_rows(product);
+}
+
+int QueryBlock::pack_tile(const TileLayout& tile, const std::byte* head_block, const float* v, std::int64_t v_stride) {
+  load_grid(tile, store_.shape.dtype, head_block, widths_, min_, step_);
+  for (int n = 0; n < vectors_; ++n) bias_[n] = kernels_.dot(v + n * v_stride, min_, tile.depth);
+  int groups = 0;
+  for (std::size_t i = 0; i < tile.planes.size(); ++groups) {
+    const Group group = Group::at(tile, i);
+    const PlaneLayout& plane = tile.planes[i];
+    tiles::PackArgs pack;
+    pack.v = v;
+    pack.v_stride = v_stride;
+    pack.step = step_;
+    pack.index = plane.gathered ? tile_index(tile, head_block) : nullptr;
+    pack.depth = plane.depth;
+    pack.vectors = vectors_;
+    pack.wide = store_.recipe.x_bits == 16;
+    pack.mid = group.mid;
+    pack.x = packed_ + static_cast<std::size_t>(groups) * tiles::packed_words(tile.depth, vectors_);
+    pack.scale = x_scale_ + groups * vectors_;
+    pack.bias = bias_;
+    pack.scratch = scratch_;
+    kernels_.pack_x(pack);
+    i = group.end;
+  }
+  return groups;
+}
+
+void QueryBlock::multiply_tile(const TileLayout& tile, const std::byte* head_block, int groups, float* out,
+                               std::int64_t out_stride) {
+  std::size_t first = 0;
+  for (int g = 0; g < groups; ++g) {
+    const Group group = Group::at(tile, first);
+    for (std::size_t i = first; i < group.end; ++i) {
+      const PlaneLayout& plane = tile.planes[i];
+      for (int n = 0; n < vectors_; ++n) factor_[n] = x_scale_[g * vectors_ + n] * static_cast<float>(1 << plane.shift);
+      kernels_.multiply_codes({head_block + plane.offset, plane.bits, tile.rows, plane.depth,
+                               packed_ + static_cast<std::size_t>(g) * tiles::packed_words(tile.depth, vectors_),
+                               vectors_, store_.recipe.x_bits == 16, factor_, out, out_stride});
+    }
+    first = group.end;
+  }
+}
+
+void QueryBlock::score_exact(const ExactRows& exact) {
+  const RowsLayout rows(store_.shape, exact.capacity);
+  std::fill_n(exact_, vectors_ * score_stride_, 0.0F);
+  multiply_open(exact.rows.get() + rows.key_at(head_, 0, 0), exact.capacity, exact.capacity, store_.shape.key_dim,
+                queries_, query_stride_, exact_, score_stride_);
+  for (int n = 0; n < vectors_; ++n) {
+    for (std::size_t i = 0; i < exact.cells.size(); ++i) {
+      scores_[n * score_stride_ + exact.cells[i]] = exact_[n * score_stride_ + static_cast<std::ptrdiff_t>(i)];
+    }
+  }
+}
+
+void QueryBlock::score_page(const Page& page, int cells) {
+  if (page.open) {
+    for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, 0.0F);
+    multiply_open(page.open.get() + store_.rows.key_at(head_, 0, 0), store_.tokens(), cells, store_.shape.key_dim,
+                  queries_, query_stride_, scores_, score_stride_);
+    return;
+  }
+  const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
+  const int groups = pack_tile(store_.layout.key, head_block, queries_, query_stride_);
+  for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, bias_[n]);
+  multiply_tile(store_.layout.key, head_block, groups, scores_, score_stride_);
+  if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
+}
+
+// Moves the weights of exact cells out of the page's weights and mixes their values.
+void QueryBlock::mix_exact(const ExactRows& exact) {
+  for (int n = 0; n < vectors_; ++n) {
+    float* weights = scores_ + n * score_stride_;
+    float* own = exact_ + n * score_stride_;
+    std::fill_n(own, exact.capacity, 0.0F);
+    for (std::size_t i = 0; i < exact.cells.size(); ++i) {
+      own[i] = weights[exact.cells[i]];
+      weights[exact.cells[i]] = 0;
+    }
+  }
+  const RowsLayout rows(store_.shape, exact.capacity);
+  multiply_open(exact.rows.get() + rows.value_at(head_, 0, 0), rows.value_stride, store_.shape.value_dim,
+                exact.capacity, exact_, score_stride_, output_, output_stride_);
+}
+
+void QueryBlock::mix_page(const Page& page, int cells) {
+  const int width = static_cast<int>(output_stride_);
+  if (page.open) {
+    std::fill_n(bias_, vectors_, 0.0F);
+    kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
+    multiply_open(page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_stride, store_.shape.value_dim,
+                  cells, scores_, score_stride_, output_, output_stride_);
+    return;
+  }
+  const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
+  // Exact values are added after the rescaling that the page's own bias shares, from weights taken out before it.
+  const ExactRows& exact = page.sealed->exact;
+  if (!exact.cells.empty()) {
+    std::fill_n(bias_, vectors_, 0.0F);
+    kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
+    mix_exact(exact);
+  }
+  const int groups = pack_tile(store_.layout.value, head_block, scores_, score_stride_);
+  kernels_.rescale(output_, output_stride_, vectors_, width, exact.cells.empty() ? alpha_ : ones_, bias_);
+  multiply_tile(store_.layout.value, head_block, groups, output_, output_stride_);
+}
+
+void QueryBlock::add_page(std::int64_t number) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  if (page.is_empty()) return;
+  // An open page is read up to its last written cell, in whole row tiles; a sealed one always as a whole.
+  int cells = store_.tokens();
+  if (page.open) {
+    const CellSet written = page.written();
+    while (cells > 0 && !written[static_cast<std::size_t>(cells - 1)]) --cells;
+    cells = base::round_up(cells, tiles::kLanes);
+  }
+  if (cells == 0 || !load_mask(number, cells)) return;
+  score_page(page, cells);
+  kernels_.softmax(
+      {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
+  mix_page(page, cells);
+}
+
+}  // namespace kvant::cache

@@ -1,0 +1,276 @@
+#include "cache/store.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/checked.hpp"
+#include "base/threads.hpp"
+
+namespace kvant {
+
+using cache::CellSet;
+using cache::Page;
+
+// ---- PagePool
+
+base::AlignedBytes PagePool::take(std::size_t bytes) {
+  for (Shelf& shelf : shelves_) {
+    if (shelf.bytes == bytes && !shelf.buffers.empty()) {
+      base::AlignedBytes buffer = std::move(shelf.buffers.back());
+      shelf.buffers.pop_back();
+      return buffer;
+    }
+  }
+  return base::allocate_zeroed(bytes);  // zeroed: kernels read whole tiles, unwritten cells included
+}
+
+void PagePool::give(base::AlignedBytes buffer, std::size_t bytes) {
+  for (Shelf& shelf : shelves_) {
+    if (shelf.bytes == bytes) return shelf.buffers.push_back(std::move(buffer));
+  }
+  shelves_.push_back({bytes, {}});
+  shelves_.back().buffers.push_back(std::move(buffer));
+}
+
+std::size_t PagePool::idle() const {
+  std::size_t bytes = 0;
+  for (const Shelf& shelf : shelves_) bytes += shelf.bytes * shelf.buffers.size();
+  return bytes;
+}
+
+std::shared_ptr<PagePool> make_page_pool() {
+  return std::make_shared<PagePool>();
+}
+std::size_t idle_bytes(const PagePool& pool) {
+  return pool.idle();
+}
+
+// ---- Impl
+
+PageStore::Impl::Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p)
+    : recipe(r), shape(s), layout(make_layout(r, s)), rows(s, r.page), cells(n), pool(std::move(p)) {
+  if (n < 0 || n > (std::int64_t{1} << 40)) {
+    base::fail(ErrorCode::invalid_argument, "cells is " + std::to_string(n) + "; allowed: 0 to 2^40");
+  }
+  if (!pool) pool = make_page_pool();
+  pages.resize(static_cast<std::size_t>((n + r.page - 1) / r.page));
+}
+
+PageStore::Impl::Impl(const Impl& other)
+    : recipe(other.recipe),
+      shape(other.shape),
+      layout(other.layout),
+      rows(other.rows),
+      cells(other.cells),
+      pool(other.pool),
+      open_pages(other.open_pages),
+      rows_written(other.rows_written),
+      counts(other.counts) {
+  pages.resize(other.pages.size());
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const Page& from = other.pages[i];
+    Page& to = pages[i];
+    to.sealed = from.sealed;
+    to.key_written = from.key_written;
+    to.value_written = from.value_written;
+    to.exact = from.exact;
+    to.last_write = from.last_write;
+    if (from.open) {
+      to.open = pool->take(rows.bytes);
+      std::memcpy(to.open.get(), from.open.get(), rows.bytes);
+    }
+  }
+}
+
+PageStore::Impl::~Impl() {
+  for (Page& page : pages) drop_open(page);
+}
+
+int PageStore::Impl::valid_cells(std::int64_t page) const {
+  return static_cast<int>(std::min<std::int64_t>(tokens(), cells - page * tokens()));
+}
+
+bool PageStore::Impl::is_full(std::int64_t page) const {
+  const auto written = pages[static_cast<std::size_t>(page)].written().count();
+  return static_cast<int>(written) == valid_cells(page);
+}
+
+void PageStore::Impl::rewind(std::int64_t length) {
+  rows_written = length;
+  for (const std::int64_t number : open_pages) {
+    Page& page = pages[static_cast<std::size_t>(number)];
+    page.last_write = std::min(page.last_write, length);
+  }
+}
+
+void PageStore::Impl::grow(std::int64_t new_cells) {
+  pages.resize(static_cast<std::size_t>((new_cells + tokens() - 1) / tokens()));
+  cells = new_cells;
+}
+
+std::byte* PageStore::Impl::open(std::int64_t number) {
+  Page& page = pages[static_cast<std::size_t>(number)];
+  if (page.open) return page.open.get();
+  open_pages.reserve(open_pages.size() + 1);
+  base::AlignedBytes buffer = pool->take(rows.bytes);
+  if (page.sealed) {
+    cache::decode_page(recipe, shape, layout, *page.sealed, buffer.get());
+    page.sealed.reset();
+    ++counts.reopens;
+  }
+  page.open = std::move(buffer);
+  open_pages.push_back(number);
+  return page.open.get();
+}
+
+void PageStore::Impl::drop_open(Page& page) {
+  if (page.open) pool->give(std::move(page.open), rows.bytes);
+  page.open.reset();
+}
+
+void PageStore::Impl::release(std::int64_t number) {
+  Page& page = pages[static_cast<std::size_t>(number)];
+  if (page.open) std::erase(open_pages, number);
+  drop_open(page);
+  page = Page();
+}
+
+void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
+  std::vector<std::shared_ptr<cache::SealedPage>> sealed;
+  std::vector<CellSet> skip;
+  for (const std::int64_t number : ready) {
+    const Page& page = pages[static_cast<std::size_t>(number)];
+    CellSet left_out = page.exact;
+    for (int cell = valid_cells(number); cell < tokens(); ++cell) left_out.set(static_cast<std::size_t>(cell));
+    skip.push_back(left_out);
+    sealed.push_back(std::make_shared<cache::SealedPage>());
+    sealed.back()->block = base::allocate_zeroed(layout.page_bytes);  // padding between planes is part of the bytes
+    sealed.back()->exact = cache::copy_exact(shape, tokens(), page.open.get(), page.exact & page.written());
+  }
+  base::parallel_for(static_cast<std::int64_t>(ready.size()) * shape.kv_heads, threads, [&](std::int64_t item, int) {
+    const auto i = static_cast<std::size_t>(item / shape.kv_heads);
+    cache::encode_head(recipe, shape, layout, pages[static_cast<std::size_t>(ready[i])].open.get(),
+                       static_cast<int>(item % shape.kv_heads), skip[i], sealed[i]->block.get());
+  });
+  for (std::size_t i = 0; i < ready.size(); ++i) {
+    Page& page = pages[static_cast<std::size_t>(ready[i])];
+    drop_open(page);
+    page.sealed = std::move(sealed[i]);
+    std::erase(open_pages, ready[i]);
+  }
+  counts.seals += static_cast<std::int64_t>(ready.size());
+}
+
+// ---- PageStore
+
+PageStore::PageStore(const Recipe& recipe, const CacheShape& shape, std::int64_t cells, std::shared_ptr<PagePool> pool)
+    : impl_(std::make_unique<Impl>(recipe, shape, cells, std::move(pool))) {}
+PageStore::~PageStore() = default;
+PageStore::PageStore(const PageStore& other) : impl_(std::make_unique<Impl>(*other.impl_)) {}
+PageStore& PageStore::operator=(const PageStore& other) {
+  if (this != &other) impl_ = std::make_unique<Impl>(*other.impl_);
+  return *this;
+}
+PageStore::PageStore(PageStore&&) noexcept = default;
+PageStore& PageStore::operator=(PageStore&&) noexcept = default;
+
+const Recipe& PageStore::recipe() const {
+  return impl_->recipe;
+}
+const CacheShape& PageStore::shape() const {
+  return impl_->shape;
+}
+const PageLayout& PageStore::layout() const {
+  return impl_->layout;
+}
+std::int64_t PageStore::cells() const {
+  return impl_->cells;
+}
+
+int PageStore::seal_ready(int threads) {
+  if (!impl_->recipe.quantizes()) return 0;
+  std::vector<std::int64_t> ready;
+  for (const std::int64_t number : impl_->open_pages) {
+    const Page& page = impl_->pages[static_cast<std::size_t>(number)];
+    const bool settled = impl_->rows_written - page.last_write >= impl_->recipe.window;
+    // A page of sinks only has nothing to encode.
+    if (settled && impl_->is_full(number) && static_cast<int>(page.exact.count()) < impl_->valid_cells(number)) {
+      ready.push_back(number);
+    }
+  }
+  if (!ready.empty()) impl_->seal(ready, threads);
+  return static_cast<int>(ready.size());
+}
+
+void PageStore::forget(std::int64_t first, std::int64_t count) {
+  Impl& impl = *impl_;
+  if (first < 0 || count < 0 || first > impl.cells || count > impl.cells - first) {
+    base::fail(ErrorCode::out_of_range, "forget of cells " + std::to_string(first) + " + " + std::to_string(count) +
+                                            " outside 0.." + std::to_string(impl.cells));
+  }
+  // Reopening may run out of memory: it comes before anything is forgotten (at most the two pages at the ends).
+  const std::int64_t end = first + count;
+  const auto partial = [&](std::int64_t page) {
+    return page * impl.tokens() < first || page * impl.tokens() + impl.valid_cells(page) > end;
+  };
+  for (std::int64_t page = first / impl.tokens(); page * impl.tokens() < end; ++page) {
+    if (partial(page) && impl.pages[static_cast<std::size_t>(page)].sealed) impl.open(page);
+  }
+  for (std::int64_t number = first / impl.tokens(); number * impl.tokens() < end; ++number) {
+    Page& page = impl.pages[static_cast<std::size_t>(number)];
+    const std::int64_t base = number * impl.tokens();
+    for (std::int64_t cell = std::max(first, base); cell < std::min(end, base + impl.tokens()); ++cell) {
+      const auto bit = static_cast<std::size_t>(cell - base);
+      page.key_written.reset(bit);
+      page.value_written.reset(bit);
+      page.exact.reset(bit);
+    }
+    if (!page.is_empty() && (page.key_written | page.value_written).none()) impl.release(number);
+  }
+}
+
+void PageStore::clear() {
+  for (std::int64_t page = 0; page < static_cast<std::int64_t>(impl_->pages.size()); ++page) impl_->release(page);
+  impl_->rows_written = 0;
+}
+
+bool PageStore::is_sealed(std::int64_t page) const {
+  return page >= 0 && page < static_cast<std::int64_t>(impl_->pages.size()) &&
+         impl_->pages[static_cast<std::size_t>(page)].sealed != nullptr;
+}
+
+bool PageStore::is_written(std::int64_t cell) const {
+  if (cell < 0 || cell >= impl_->cells) return false;
+  return impl_->pages[static_cast<std::size_t>(cell / impl_->tokens())]
+      .written()[static_cast<std::size_t>(cell % impl_->tokens())];
+}
+
+std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
+  if (!is_sealed(page)) return {};
+  return {impl_->pages[static_cast<std::size_t>(page)].sealed->block.get(), impl_->layout.page_bytes};
+}
+
+StoreBytes PageStore::bytes() const {
+  StoreBytes bytes;
+  bytes.tables =
+      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t);
+  for (const Page& page : impl_->pages) {
+    if (page.open) bytes.open += impl_->rows.bytes;
+    if (!page.sealed) continue;
+    bytes.sealed += impl_->layout.page_bytes;
+    bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it
+    const cache::ExactRows& exact = page.sealed->exact;
+    if (exact.rows) bytes.exact += cache::RowsLayout(impl_->shape, exact.capacity).bytes + exact.cells.capacity();
+  }
+  return bytes;
+}
+
+StoreCounts PageStore::counts() const {
+  StoreCounts counts = impl_->counts;
+  counts.open_pages = static_cast<std::int64_t>(impl_->open_pages.size());
+  counts.sealed_pages =
+      std::count_if(impl_->pages.begin(), impl_->pages.end(), [](const Page& page) { return page.sealed != nullptr; });
+  return counts;
+}
+
+}  // namespace kvant

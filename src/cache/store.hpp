@@ -1,0 +1,61 @@
+// The inside of a PageStore; attention and Cache read it, only store*.cpp change it.
+#pragma once
+
+#include <vector>
+
+#include "cache/page.hpp"
+#include "kvant/page_store.hpp"
+
+namespace kvant {
+
+// Buffers of one size handed back by stores, kept for the next page of that size.
+class PagePool {
+ public:
+  base::AlignedBytes take(std::size_t bytes);
+  void give(base::AlignedBytes buffer, std::size_t bytes);
+  std::size_t idle() const;
+
+ private:
+  struct Shelf {
+    std::size_t bytes = 0;
+    std::vector<base::AlignedBytes> buffers;
+  };
+  std::vector<Shelf> shelves_;  // few sizes: one per distinct layer shape
+};
+
+struct PageStore::Impl {
+  Recipe recipe;
+  CacheShape shape;
+  PageLayout layout;
+  cache::RowsLayout rows;
+  std::int64_t cells = 0;
+  std::shared_ptr<PagePool> pool;
+  std::vector<cache::Page> pages;
+  std::vector<std::int64_t> open_pages;  // numbers of open pages, in the order they were opened
+  std::int64_t rows_written = 0;         // key rows since creation: the clock of the recent window
+  StoreCounts counts;
+
+  Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p);
+  Impl(const Impl& other);
+  ~Impl();
+
+  int tokens() const { return recipe.page; }
+  // Cells of a page that exist: fewer than a page only at the end of the store.
+  int valid_cells(std::int64_t page) const;
+  bool is_full(std::int64_t page) const;
+
+  // Throws unless rows of this shape and these values may be written (the checks of PageStore::write).
+  void check_rows(Side side, const ConstView& view, std::int64_t count) const;
+  void check_values(Side side, const ConstView& view) const;
+
+  // For stores filled in cell order: the clock goes back to `length` rows after a trim.
+  void rewind(std::int64_t length);
+  void grow(std::int64_t new_cells);
+
+  std::byte* open(std::int64_t page);  // makes the page open, decoding it if it was sealed
+  void release(std::int64_t page);     // back to unwritten
+  void drop_open(cache::Page& page);   // returns its buffer to the pool
+  void seal(std::span<const std::int64_t> ready, int threads);
+};
+
+}  // namespace kvant

@@ -1,0 +1,185 @@
+// Between rows and planes, per instruction set: half types, the uniform grid, and the bit order of src/tiles/plane.hpp.
+// Nothing here uses fused multiply-add, so every instruction set writes the same bytes.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#define HWY_WANT_AVX3_DL 1
+#define HWY_WANT_SSE4 1
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tiles/codec.cpp"
+#include "base/half.hpp"
+#include "hwy/foreach_target.h"  // must come before highway.h
+#include "hwy/highway.h"
+#include "tiles/kernels.hpp"
+#include "tiles/plane.hpp"
+#include "tiles/simd.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvant::tiles::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F = hn::CappedTag<float, 16>;
+
+template <typename T>
+void WidenFrom(const T* from, float* to, std::int64_t n) {
+  const F d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) hn::StoreU(LoadWide(d, from + i), d, to + i);
+  for (; i < n; ++i) {
+    std::uint16_t bits = 0;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i] = std::is_same_v<T, hwy::float16_t> ? base::half_to_float(bits) : base::bfloat_to_float(bits);
+  }
+}
+
+void Widen(const void* from, DType type, float* to, std::int64_t n) {
+  if (type == DType::f32) std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+  if (type == DType::f16) WidenFrom(static_cast<const hwy::float16_t*>(from), to, n);
+  if (type == DType::bf16) WidenFrom(static_cast<const hwy::bfloat16_t*>(from), to, n);
+}
+
+// binary16 by integer arithmetic where the CPU has no exact conversion (SSE4): the hardware one is used from AVX2 on.
+void Narrow(const float* from, void* to, DType type, std::int64_t n) {
+  std::int64_t i = 0;
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
+  if (type == DType::f16) {
+    const F d;
+    const hn::Rebind<hwy::float16_t, F> dh;
+    const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+    auto* out = static_cast<hwy::float16_t*>(to);
+    for (; i + lanes <= n; i += lanes) hn::StoreU(hn::DemoteTo(dh, hn::LoadU(d, from + i)), dh, out + i);
+  }
+#endif
+  for (; i < n; ++i) base::store_float(to, type, i, from[i]);
+}
+
+void MinMax(const float* x, int n, float* min, float* max) {
+  const F d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  float low = x[0];
+  float high = x[0];
+  int i = 0;
+  if (n >= lanes) {
+    auto lowest = hn::LoadU(d, x);
+    auto highest = lowest;
+    for (i = lanes; i + lanes <= n; i += lanes) {
+      lowest = hn::Min(lowest, hn::LoadU(d, x + i));
+      highest = hn::Max(highest, hn::LoadU(d, x + i));
+    }
+    low = hn::GetLane(hn::MinOfLanes(d, lowest));
+    high = hn::GetLane(hn::MaxOfLanes(d, highest));
+  }
+  for (; i < n; ++i) {
+    low = std::min(low, x[i]);
+    high = std::max(high, x[i]);
+  }
+  *min = low;
+  *max = high;
+}
+
+void Quantize(const float* x, int n, float min, float step, int levels, std::uint8_t* codes) {
+  if (!(step > 0)) {  // a constant channel, or a range too small for a step: every code is the minimum
+    std::memset(codes, 0, static_cast<std::size_t>(n));
+    return;
+  }
+  const F d;
+  const hn::RebindToSigned<F> di;
+  const hn::Rebind<std::uint8_t, F> d8;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto top = hn::Set(d, static_cast<float>(levels));
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto grid = hn::Div(hn::Sub(hn::LoadU(d, x + i), hn::Set(d, min)), hn::Set(d, step));
+    const auto code = hn::Clamp(hn::Floor(hn::Add(grid, hn::Set(d, 0.5F))), hn::Zero(d), top);
+    hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(di, code)), d8, codes + i);
+  }
+  for (; i < n; ++i) {
+    const float code = std::floor((x[i] - min) / step + 0.5F);
+    codes[i] = static_cast<std::uint8_t>(std::clamp(code, 0.0F, static_cast<float>(levels)));
+  }
+}
+
+void Dequantize(const std::uint8_t* codes, int n, float min, float step, float* x) {
+  for (int i = 0; i < n; ++i) x[i] = min + static_cast<float>(codes[i]) * step;
+}
+
+using U = hn::CappedTag<std::uint32_t, 16>;
+using Bytes = hn::Rebind<std::uint8_t, U>;
+
+void PackPlane(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits, int shift,
+               int rows, int depth, std::byte* plane) {
+  const U d;
+  const Bytes d8;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto mask = hn::Set(d, (1U << bits) - 1);
+  for_each_block(bits, rows, depth, [&](int first, int tiles, std::size_t offset) {
+    const int span = quads_per_group(bits, tiles) * kQuad;  // depth indices of a group
+    for (int g = 0; g < groups(bits, tiles, depth); ++g) {
+      auto* words = reinterpret_cast<std::uint32_t*>(plane + offset) + g * kLanes;
+      for (int lane = 0; lane < kLanes; lane += lanes) {
+        auto word = hn::Zero(d);
+        for (int i = 0; i < span && g * span + i < depth; ++i) {
+          const int channel = index != nullptr ? index[g * span + i] : g * span + i;
+          const std::uint8_t* row = codes + channel * code_stride + first * kLanes + lane;
+          for (int p = 0; p < tiles; ++p) {
+            const auto code = hn::PromoteTo(d, hn::LoadU(d8, row + p * kLanes));
+            const int position = (i / kQuad) * tiles + p;
+            word = hn::Or(word, hn::ShiftLeftSame(hn::And(hn::ShiftRightSame(code, shift), mask),
+                                                  (i % kQuad) * 8 + position * bits));
+          }
+        }
+        hn::StoreU(word, d, words + lane);
+      }
+    }
+  });
+}
+
+void UnpackPlane(const std::byte* plane, int bits, int shift, int rows, int depth, const std::uint16_t* index,
+                 std::uint8_t* codes, std::int64_t code_stride) {
+  const U d;
+  const hn::RebindToSigned<U> di;
+  const Bytes d8;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto mask = hn::Set(d, (1U << bits) - 1);
+  for_each_block(bits, rows, depth, [&](int first, int tiles, std::size_t offset) {
+    const int span = quads_per_group(bits, tiles) * kQuad;
+    for (int i = 0; i < depth; ++i) {
+      const auto* words = reinterpret_cast<const std::uint32_t*>(plane + offset) + (i / span) * kLanes;
+      std::uint8_t* row = codes + (index != nullptr ? index[i] : i) * code_stride + first * kLanes;
+      for (int p = 0; p < tiles; ++p) {
+        const int position = ((i % span) / kQuad) * tiles + p;
+        for (int lane = 0; lane < kLanes; lane += lanes) {
+          const auto word = hn::ShiftRightSame(hn::LoadU(d, words + lane), (i % kQuad) * 8 + position * bits);
+          const auto code = hn::ShiftLeftSame(hn::And(word, mask), shift);
+          std::uint8_t* out = row + p * kLanes + lane;
+          hn::StoreU(hn::Or(hn::LoadU(d8, out), hn::DemoteTo(d8, hn::BitCast(di, code))), d8, out);
+        }
+      }
+    }
+  });
+}
+
+void FillCodec(Kernels& k) {
+  k.name = hwy::TargetName(HWY_TARGET);
+  k.widen = Widen;
+  k.narrow = Narrow;
+  k.min_max = MinMax;
+  k.quantize = Quantize;
+  k.dequantize = Dequantize;
+  k.pack_plane = PackPlane;
+  k.unpack_plane = UnpackPlane;
+}
+
+}  // namespace kvant::tiles::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvant::tiles {
+HWY_EXPORT(FillCodec);
+void fill_codec(Kernels& k) {
+  HWY_DYNAMIC_DISPATCH(FillCodec)(k);
+}
+}  // namespace kvant::tiles
+#endif

@@ -1,0 +1,194 @@
+#include "tiles/scalar.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "base/half.hpp"
+#include "tiles/plane.hpp"
+
+namespace kvant::tiles {
+namespace {
+
+// x is kept as [depth padded][vectors] 32-bit integers; two words per quad and vector leave room for exactly that.
+void pack_x(const PackArgs& a) {
+  const int padded = base::round_up(a.depth, kDepthPad);
+  const float limit = a.wide ? kWideMax : kNarrowMax;
+  auto* out = reinterpret_cast<std::int16_t*>(a.x);
+  std::memset(out, 0, packed_words(a.depth, a.vectors) * sizeof(std::int32_t));
+  for (int n = 0; n < a.vectors; ++n) {
+    const float* v = a.v + n * a.v_stride;
+    float peak = 0;
+    for (int d = 0; d < a.depth; ++d) {
+      const int channel = a.index != nullptr ? a.index[d] : d;
+      a.scratch[d] = v[channel] * a.step[channel];
+      // A NaN must reach the result: !(x <= peak) is true for it.
+      if (!(std::fabs(a.scratch[d]) <= peak)) peak = std::fabs(a.scratch[d]);
+    }
+    const bool finite = std::isfinite(peak);
+    const float inverse = peak > 0 && finite ? limit / peak : 0.0F;
+    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
+    float error = 0;
+    for (int d = 0; d < a.depth && finite; ++d) {
+      const float rounded = std::nearbyint(a.scratch[d] * inverse);
+      out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
+      error += a.scratch[d] - rounded * a.scale[n];
+    }
+    a.bias[n] += a.mid * error;
+  }
+}
+
+int code_at(const std::byte* plane, int bits, int tiles, int lane_tile, int lane, int depth) {
+  const int quad = depth / kQuad;
+  const int per_group = quads_per_group(bits, tiles);
+  const int position = (quad % per_group) * tiles + lane_tile;
+  const int byte = (quad / per_group) * kGroupBytes + lane * kQuad + depth % kQuad;
+  return (static_cast<int>(plane[byte]) >> (position * bits)) & ((1 << bits) - 1);
+}
+
+void multiply_codes(const CodeProduct& a) {
+  const auto* x = reinterpret_cast<const std::int16_t*>(a.x);
+  const int padded = base::round_up(a.depth, kDepthPad);
+  for_each_block(a.bits, a.rows, a.depth, [&](int first, int tiles, std::size_t offset) {
+    for (int n = 0; n < a.vectors; ++n) {
+      for (int row = 0; row < tiles * kLanes; ++row) {
+        std::int32_t sum = 0;
+        for (int d = 0; d < a.depth; ++d) {
+          sum += code_at(a.plane + offset, a.bits, tiles, row / kLanes, row % kLanes, d) *
+                 x[static_cast<std::int64_t>(n) * padded + d];
+        }
+        float& out = a.out[n * a.out_stride + first * kLanes + row];
+        out = out + a.factor[n] * static_cast<float>(sum);
+      }
+    }
+  });
+}
+
+void multiply_rows(const RowProduct& a) {
+  for (int n = 0; n < a.vectors; ++n) {
+    for (int row = 0; row < a.rows; ++row) {
+      float sum = 0;
+      for (int d = 0; d < a.depth; ++d) {
+        sum += a.v[n * a.v_stride + d] * base::load_float(a.tile, a.type, d * a.tile_stride + row);
+      }
+      a.out[n * a.out_stride + row] += sum;
+    }
+  }
+}
+
+void softmax(const SoftmaxArgs& a) {
+  for (int n = 0; n < a.vectors; ++n) {
+    float* s = a.scores + n * a.stride;
+    const float* mask = a.mask != nullptr ? a.mask[n] : nullptr;
+    float peak = a.maximum[n];
+    for (int i = 0; i < a.cells; ++i) {
+      if (a.softcap > 0) s[i] = a.softcap * std::tanh(s[i] / a.softcap);
+      if (mask != nullptr)
+        s[i] = mask[i] == -std::numeric_limits<float>::infinity() ? mask[i] : s[i] + a.slope[n] * mask[i];
+      peak = std::max(peak, s[i]);
+    }
+    if (peak == -std::numeric_limits<float>::infinity()) {  // nothing visible yet: -inf minus -inf would be NaN
+      std::fill(s, s + a.cells, 0.0F);
+      a.alpha[n] = 1;
+      continue;
+    }
+    a.alpha[n] = std::exp(a.maximum[n] - peak);
+    float sum = 0;
+    for (int i = 0; i < a.cells; ++i) {
+      s[i] = std::exp(s[i] - peak);
+      sum += s[i];
+    }
+    a.sum[n] = a.sum[n] * a.alpha[n] + sum;
+    a.maximum[n] = peak;
+  }
+}
+
+void rescale(float* out, std::int64_t stride, int vectors, int rows, const float* alpha, const float* bias) {
+  for (int n = 0; n < vectors; ++n) {
+    for (int r = 0; r < rows; ++r) out[n * stride + r] = out[n * stride + r] * alpha[n] + bias[n];
+  }
+}
+
+float dot(const float* a, const float* b, int n) {
+  float sum = 0;
+  for (int i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+void widen(const void* from, DType type, float* to, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = base::load_float(from, type, i);
+}
+
+void narrow(const float* from, void* to, DType type, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) base::store_float(to, type, i, from[i]);
+}
+
+void min_max(const float* x, int n, float* min, float* max) {
+  *min = *std::min_element(x, x + n);
+  *max = *std::max_element(x, x + n);
+}
+
+void quantize(const float* x, int n, float min, float step, int levels, std::uint8_t* codes) {
+  for (int i = 0; i < n; ++i) {
+    const float code = step > 0 ? std::floor((x[i] - min) / step + 0.5F) : 0.0F;
+    codes[i] = static_cast<std::uint8_t>(std::clamp(code, 0.0F, static_cast<float>(levels)));
+  }
+}
+
+void dequantize(const std::uint8_t* codes, int n, float min, float step, float* x) {
+  for (int i = 0; i < n; ++i) x[i] = min + static_cast<float>(codes[i]) * step;
+}
+
+void pack_plane(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits, int shift,
+                int rows, int depth, std::byte* plane) {
+  std::memset(plane, 0, plane_bytes(bits, rows, depth));
+  for_each_block(bits, rows, depth, [&](int first, int tiles, std::size_t offset) {
+    const int per_group = quads_per_group(bits, tiles);
+    for (int d = 0; d < depth; ++d) {
+      const std::uint8_t* row_codes = codes + (index != nullptr ? index[d] : d) * code_stride + first * kLanes;
+      const int quad = d / kQuad;
+      for (int row = 0; row < tiles * kLanes; ++row) {
+        const int position = (quad % per_group) * tiles + row / kLanes;
+        const int code = (row_codes[row] >> shift) & ((1 << bits) - 1);
+        plane[offset + (quad / per_group) * kGroupBytes + (row % kLanes) * kQuad + d % kQuad] |=
+            static_cast<std::byte>(code << (position * bits));
+      }
+    }
+  });
+}
+
+void unpack_plane(const std::byte* plane, int bits, int shift, int rows, int depth, const std::uint16_t* index,
+                  std::uint8_t* codes, std::int64_t code_stride) {
+  for_each_block(bits, rows, depth, [&](int first, int tiles, std::size_t offset) {
+    for (int d = 0; d < depth; ++d) {
+      std::uint8_t* row_codes = codes + (index != nullptr ? index[d] : d) * code_stride + first * kLanes;
+      for (int row = 0; row < tiles * kLanes; ++row) {
+        row_codes[row] |= code_at(plane + offset, bits, tiles, row / kLanes, row % kLanes, d) << shift;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+Kernels scalar_kernels() {
+  Kernels k;
+  k.name = "scalar";
+  k.pack_x = pack_x;
+  k.multiply_codes = multiply_codes;
+  k.multiply_rows = multiply_rows;
+  k.softmax = softmax;
+  k.rescale = rescale;
+  k.dot = dot;
+  k.widen = widen;
+  k.narrow = narrow;
+  k.min_max = min_max;
+  k.quantize = quantize;
+  k.dequantize = dequantize;
+  k.pack_plane = pack_plane;
+  k.unpack_plane = unpack_plane;
+  return k;
+}
+
+}  // namespace kvant::tiles

@@ -1,0 +1,115 @@
+// The online softmax over one page and the small vector operations around it, per instruction set.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#define HWY_WANT_AVX3_DL 1
+#define HWY_WANT_SSE4 1
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tiles/softmax.cpp"
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/foreach_target.h"  // must come before highway.h
+#include "hwy/highway.h"
+#include "tiles/kernels.hpp"
+#include "tiles/simd.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvant::tiles::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Applies soft cap and mask to one row of scores in place and returns its maximum.
+float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto peak = hn::Set(d, kMinusInfinity);
+  for (int i = 0; i < a.cells; i += lanes) {
+    auto score = hn::LoadU(d, s + i);
+    if (a.softcap > 0) {
+      // x >= 9 is 1 in float32; the clamp keeps the polynomial's argument in range.
+      const auto scaled = hn::Clamp(hn::Div(score, hn::Set(d, a.softcap)), hn::Set(d, -10.0F), hn::Set(d, 10.0F));
+      score = hn::Mul(hn::Set(d, a.softcap), hn::Tanh(d, scaled));
+    }
+    if (mask != nullptr) {
+      const auto addend = hn::LoadU(d, mask + i);
+      // Where the mask is -inf the score may be anything, NaN from stale memory included.
+      const auto hidden = hn::Eq(addend, hn::Set(d, kMinusInfinity));
+      score = hn::IfThenElse(hidden, addend, hn::MulAdd(hn::Set(d, slope), addend, score));
+    }
+    hn::StoreU(score, d, s + i);
+    peak = hn::Max(peak, score);
+  }
+  return hn::GetLane(hn::MaxOfLanes(d, peak));
+}
+
+float Exponentiate(float* s, int cells, float peak) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  for (int i = 0; i < cells; i += lanes) {
+    const auto difference = hn::Sub(hn::LoadU(d, s + i), hn::Set(d, peak));
+    // Below -100 the weight is under 2^-144 of the largest: exactly 0, and -inf never reaches the polynomial.
+    const auto small = hn::Lt(difference, hn::Set(d, -100.0F));
+    const auto weight = hn::IfThenZeroElse(small, hn::Exp(d, hn::Max(difference, hn::Set(d, -100.0F))));
+    hn::StoreU(weight, d, s + i);
+    sum = hn::Add(sum, weight);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+void Softmax(const SoftmaxArgs& a) {
+  for (int n = 0; n < a.vectors; ++n) {
+    float* s = a.scores + n * a.stride;
+    const float* mask = a.mask != nullptr ? a.mask[n] : nullptr;
+    const float peak = std::max(a.maximum[n], Finish(a, s, mask, mask != nullptr ? a.slope[n] : 0.0F));
+    if (peak == kMinusInfinity) {  // nothing visible yet: -inf minus -inf would be NaN
+      std::fill(s, s + a.cells, 0.0F);
+      a.alpha[n] = 1.0F;
+      continue;
+    }
+    a.alpha[n] = a.maximum[n] == peak ? 1.0F : std::exp(a.maximum[n] - peak);
+    a.sum[n] = a.sum[n] * a.alpha[n] + Exponentiate(s, a.cells, peak);
+    a.maximum[n] = peak;
+  }
+}
+
+void Rescale(float* out, std::int64_t stride, int vectors, int rows, const float* alpha, const float* bias) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int n = 0; n < vectors; ++n) {
+    float* row = out + n * stride;
+    const auto factor = hn::Set(d, alpha[n]);
+    const auto addend = hn::Set(d, bias[n]);
+    for (int r = 0; r < rows; r += lanes) hn::StoreU(hn::MulAdd(hn::LoadU(d, row + r), factor, addend), d, row + r);
+  }
+}
+
+float Dot(const float* a, const float* b, int n) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) sum = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), sum);
+  float result = hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; i < n; ++i) result += a[i] * b[i];
+  return result;
+}
+
+void FillSoftmax(Kernels& k) {
+  k.softmax = Softmax;
+  k.rescale = Rescale;
+  k.dot = Dot;
+}
+
+}  // namespace kvant::tiles::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvant::tiles {
+HWY_EXPORT(FillSoftmax);
+void fill_softmax(Kernels& k) {
+  HWY_DYNAMIC_DISPATCH(FillSoftmax)(k);
+}
+}  // namespace kvant::tiles
+#endif
