@@ -31,6 +31,8 @@ struct View {
   DType type = DType::f32;
   std::array<std::int64_t, 3> extent{};
   std::array<std::int64_t, 3> stride{};
+
+  operator ConstView() const { return {data, type, extent, stride}; }
 };
 
 // A dense [a, b, c] view over `data`.

@@ -25,7 +25,7 @@ void check_view(const char* what, const AnyView& view, std::int64_t rows, std::i
   const std::array<std::int64_t, 3> expected = {rows, heads, dim};
   if (view.extent != expected) {
     const auto text = [](const std::array<std::int64_t, 3>& e) {
-      return "[" + std::to_string(e[0]) + ", " + std::to_string(e[1]) + ", " + std::to_string(e[2]) + "]";
+      return std::to_string(e[0]) + " x " + std::to_string(e[1]) + " x " + std::to_string(e[2]);
     };
     base::fail(ErrorCode::invalid_argument,
                std::string(what) + " is " + text(view.extent) + "; expected " + text(expected));

@@ -4,13 +4,16 @@
 #include <cmath>
 #include <cstring>
 
+// foreach_target.h must come before highway.h.
+// clang-format off
 #define HWY_WANT_AVX3_DL 1
 #define HWY_WANT_SSE4 1
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "tiles/codec.cpp"
-#include "base/half.hpp"
-#include "hwy/foreach_target.h"  // must come before highway.h
+#include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+// clang-format on
+#include "base/half.hpp"
 #include "tiles/kernels.hpp"
 #include "tiles/plane.hpp"
 #include "tiles/simd.hpp"

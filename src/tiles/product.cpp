@@ -12,12 +12,15 @@
 #include <limits>
 #include <utility>
 
+// foreach_target.h must come before highway.h.
+// clang-format off
 #define HWY_WANT_AVX3_DL 1
 #define HWY_WANT_SSE4 1
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "tiles/product.cpp"
-#include "hwy/foreach_target.h"  // must come before highway.h
+#include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+// clang-format on
 #include "tiles/kernels.hpp"
 #include "tiles/plane.hpp"
 #include "tiles/simd.hpp"
