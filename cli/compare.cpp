@@ -57,7 +57,7 @@ void execute(CompareOptions options) {
   const CompareContext context{options, model, all_stock ? "" : find_plugin(options.plugin), scratch.path(), progress};
   std::vector<CompareRow> rows(specs.size());
   for (std::size_t i = 0; i < specs.size(); ++i) rows[i].spec = specs[i];
-  measure_quality(context, rows);
+  options.chunks = measure_quality(context, rows);
   if (!options.no_speed) measure_speed(context, rows);
   if (options.json) {
     fmt::print("{}\n", rows_to_json(context, rows).dump(2, ' ', false, Json::error_handler_t::replace));

@@ -65,7 +65,8 @@ Outcome run_row(const CompareContext& context, const RowSpec& spec, const Tool& 
                 const std::vector<std::string>& arguments, Json* status);
 
 // Perplexity and KL divergence of every row against the first (stock f16); also the memory where speed is not measured.
-void measure_quality(const CompareContext& context, std::vector<CompareRow>& rows);
+// Returns how many chunks the text had.
+int measure_quality(const CompareContext& context, std::vector<CompareRow>& rows);
 int quality_steps(const CompareOptions& options, std::size_t rows);
 
 // Tokens per second at every depth, in rounds over all rows; medians. Also the memory.

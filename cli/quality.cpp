@@ -1,10 +1,9 @@
 // Perplexity and KL divergence through the host's own llama-perplexity.
 #include <fmt/format.h>
 
-#include <cctype>
 #include <charconv>
-#include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 
 #include "cli/compare.hpp"
@@ -14,20 +13,30 @@
 namespace kvant::cli {
 namespace {
 
-// The number behind `label`, blanks and ':' or '=' skipped.
+// The number behind `label`, blanks and ':' or '=' skipped; nothing when no occurrence has one.
+std::optional<double> find_number(const std::string& output, const std::string& label) {
+  for (std::size_t at = output.find(label); at != std::string::npos; at = output.find(label, at + 1)) {
+    std::size_t begin = at + label.size();
+    while (begin < output.size() && std::string(" :=").find(output[begin]) != std::string::npos) ++begin;
+    double value = 0;
+    const auto parsed = std::from_chars(output.data() + begin, output.data() + output.size(), value);
+    if (parsed.ec == std::errc()) return value;
+  }
+  return std::nullopt;
+}
+
 double number_after(const std::string& output, const std::string& label) {
-  std::size_t at = output.rfind(label);
-  if (at == std::string::npos) {
-    throw CliError(Exit::child_failed, fmt::format("llama-perplexity printed no '{}'", label));
-  }
-  at += label.size();
-  while (at < output.size() && (output[at] == ' ' || output[at] == ':' || output[at] == '=')) ++at;
-  double value = 0;
-  const auto [end, error] = std::from_chars(output.data() + at, output.data() + output.size(), value);
-  if (error != std::errc()) {
-    throw CliError(Exit::child_failed, fmt::format("llama-perplexity printed no number behind '{}'", label));
-  }
-  return value;
+  const std::optional<double> value = find_number(output, label);
+  if (!value) throw CliError(Exit::child_failed, fmt::format("llama-perplexity printed no number behind '{}'", label));
+  return *value;
+}
+
+// The host ends without an error when the text is too short for one chunk.
+void check_text(const CompareContext& context, const std::string& output) {
+  if (output.find("you need at least") == std::string::npos) return;
+  throw CliError(Exit::bad_input,
+                 fmt::format("{} is too short: chunks of {} tokens need a text of at least {} tokens",
+                             context.options.text, context.options.context, 2 * context.options.context));
 }
 
 std::vector<std::string> arguments_for(const CompareContext& context, int chunks, const std::string& base) {
@@ -100,13 +109,15 @@ int quality_steps(const CompareOptions& options, std::size_t rows) {
   return static_cast<int>(rows) + (options.no_speed ? 1 : 0);
 }
 
-void measure_quality(const CompareContext& context, std::vector<CompareRow>& rows) {
+int measure_quality(const CompareContext& context, std::vector<CompareRow>& rows) {
   check_space(context);
   const Tool tool = find_tool("llama-perplexity", context.options.tools);
   const std::string base = (context.scratch / "base.logits").string();
   const Outcome saved =
       run_row(context, rows[0].spec, tool, arguments_for(context, context.options.chunks, base), nullptr);
-  rows[0].quality.ppl = parse_final_ppl(saved.out + saved.err);
+  const std::string base_output = saved.out + saved.err;
+  check_text(context, base_output);
+  rows[0].quality.ppl = parse_final_ppl(base_output);
   context.progress.done(saved.seconds, fmt::format("PPL {:.3f}, the base", rows[0].quality.ppl));
   for (std::size_t i = context.options.no_speed ? 0 : 1; i < rows.size(); ++i) {
     CompareRow& row = rows[i];
@@ -121,6 +132,7 @@ void measure_quality(const CompareContext& context, std::vector<CompareRow>& row
     }
     context.progress.done(outcome.seconds, i == 0 ? "memory of the base" : summary(row.quality));
   }
+  return static_cast<int>(find_number(base_output, "calculating perplexity over").value_or(context.options.chunks));
 }
 
 }  // namespace kvant::cli

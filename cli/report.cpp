@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <set>
+#include <system_error>
 
 #include "cli/compare.hpp"
 #include "cli/estimate.hpp"
@@ -17,6 +18,13 @@ struct Bytes {
   double bits = 0;
   double asymptotic = 0;
 };
+
+// The file's own name, also when it was given through a link.
+std::string file_name(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path real = std::filesystem::canonical(path, error);
+  return (error ? std::filesystem::path(path) : real).filename().string();
+}
 
 double field(const Json& status, const char* name) {
   const auto found = status.find(name);
@@ -79,8 +87,8 @@ Json row_json(const CompareContext& context, const CompareRow& row) {
                  {"kernel", row.spec.stock() ? Json() : row.status.value("kernel", Json())},
                  {"remarks", remarks(row)}};
   const CompareOptions& options = context.options;
-  result["run"] = {{"model", std::filesystem::path(options.model).filename().string()},
-                   {"text", std::filesystem::path(options.text).filename().string()},
+  result["run"] = {{"model", file_name(options.model)},
+                   {"text", file_name(options.text)},
                    {"context", options.context},
                    {"ubatch", options.ubatch},
                    {"chunks", options.chunks},
@@ -132,9 +140,8 @@ std::string legend(const CompareContext& context) {
       "bits: per cached value at this context, scales, window and tables included; long-run: of a sealed page\n"
       "KV bytes: at {} tokens, counted by the plug-in (*: computed from the type and the cells); process: peak of {}\n"
       "KLD: Kullback-Leibler divergence of the next token's distribution from stock f16, mean and 99th percentile\n",
-      std::filesystem::path(options.model).filename().string(), std::filesystem::path(options.text).filename().string(),
-      options.chunks, options.context, options.ubatch, options.threads, options.context,
-      options.no_speed ? "llama-perplexity" : "llama-bench");
+      file_name(options.model), file_name(options.text), options.chunks, options.context, options.ubatch,
+      options.threads, options.context, options.no_speed ? "llama-perplexity" : "llama-bench");
   if (!options.no_speed) {
     text +=
         fmt::format("decode, prefill: tokens/s at a cache depth, median of {} round(s), and the ratio to stock f16\n",
