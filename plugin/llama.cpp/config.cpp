@@ -1,0 +1,55 @@
+#include "config.hpp"
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+
+#include "ggml_abi.hpp"
+#include "kvant/runtime.hpp"
+
+namespace kvant::llama {
+namespace {
+
+std::unique_ptr<Config> loaded;
+
+std::string environment(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value != nullptr && value[0] != '\0' ? value : otherwise;
+}
+
+// An integrated GPU is what hosts pick by themselves when no real GPU is there, and leave alone when one is.
+std::int32_t parse_device_type(const std::string& text) {
+  if (text == "igpu") return abi::kIgpu;
+  if (text == "gpu") return abi::kGpu;
+  if (text == "accel") return abi::kAccel;
+  throw std::runtime_error("KVANT_DEVICE_TYPE is '" + text + "'; choices are igpu, gpu and accel");
+}
+
+Recipe parse_recipe_variable(const std::string& text) {
+  try {
+    return parse_recipe(text);
+  } catch (const std::exception& error) {
+    throw std::runtime_error("KVANT_RECIPE is '" + text + "': " + error.what());
+  }
+}
+
+}  // namespace
+
+const Config& load_config() {
+  if (loaded) return *loaded;
+  auto read = std::make_unique<Config>();
+  read->recipe = parse_recipe_variable(environment("KVANT_RECIPE", "kivi"));
+  read->recipe_text = to_text(read->recipe);
+  read->status = environment("KVANT_STATUS", "");
+  read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));
+  // Also reports a bad KVANT_KERNEL here instead of in the middle of a computation.
+  static_cast<void>(active_kernel());
+  loaded = std::move(read);
+  return *loaded;
+}
+
+const Config& config() {
+  return *loaded;
+}
+
+}  // namespace kvant::llama

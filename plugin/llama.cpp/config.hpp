@@ -1,0 +1,24 @@
+// What the environment asks for: KVANT_RECIPE, KVANT_STATUS and KVANT_DEVICE_TYPE.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kvant/recipe.hpp"
+
+namespace kvant::llama {
+
+struct Config {
+  Recipe recipe;
+  std::string recipe_text;        // canonical
+  std::string status;             // empty: none; "stderr"; or the path of a file
+  std::int32_t device_type = -1;  // an abi::DeviceType
+};
+
+// Reads the environment once. Throws std::runtime_error naming the variable, its value and the choices.
+const Config& load_config();
+
+// The configuration read before. Only to be called after load_config.
+const Config& config();
+
+}  // namespace kvant::llama
