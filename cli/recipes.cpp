@@ -119,6 +119,7 @@ std::vector<RowSpec> parse_rows(const std::vector<std::string>& lists) {
     if (std::find(texts.begin(), texts.end(), text) == texts.end()) texts.push_back(std::move(text));
   }
   std::vector<RowSpec> rows;
+  rows.reserve(texts.size());
   for (const std::string& text : texts) rows.push_back(parse_row(text));
   return rows;
 }
