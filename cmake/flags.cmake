@@ -1,6 +1,9 @@
 # Flags of every kvant target. FMA contraction is off so that encoders give the same bytes on every instruction set.
 function(kvant_flags target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Werror -ffp-contract=off)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    target_compile_options(${target} PRIVATE -Wno-restrict)  # false positives on string concatenation (GCC bug 105651)
+  endif()
   if(KVANT_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
     target_link_options(${target} PRIVATE -fsanitize=${KVANT_SANITIZE})
