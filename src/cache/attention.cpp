@@ -48,7 +48,10 @@ void check_shapes(const PageStore& store, std::int64_t n_cells, const ConstView&
   if (out.extent[0] != queries.extent[0] || out.extent[1] != queries.extent[1] || out.extent[2] != shape.value_dim) {
     refuse("out does not have the shape [query rows, query heads, value_dim]");
   }
-  if (!(options.softcap >= 0) || !(options.max_bias >= 0) || !std::isfinite(options.scale)) {
+  if (queries.extent[0] < 0) refuse("queries have " + std::to_string(queries.extent[0]) + " rows");
+  if (queries.extent[0] > 0 && (queries.data == nullptr || out.data == nullptr)) refuse("queries or out have no data");
+  const auto is_limit = [](float value) { return value >= 0 && std::isfinite(value); };
+  if (!is_limit(options.softcap) || !is_limit(options.max_bias) || !std::isfinite(options.scale)) {
     refuse("scale must be finite, softcap and max_bias finite and not negative");
   }
 }
@@ -182,7 +185,7 @@ class Attention {
   // Adds the learned sink to the denominator, normalises and stores; rows that saw nothing are zeros.
   void finish(std::int64_t row, int query_head, float maximum, float sum, const float* output) const {
     float rescale = 1;
-    if (plan_.options->sinks != nullptr) {
+    if (plan_.options->sinks != nullptr && plan_.options->sinks[query_head] != kMinusInfinity) {
       const float sink = plan_.options->sinks[query_head];
       const float peak = std::max(maximum, sink);
       rescale = maximum == kMinusInfinity ? 0.0F : std::exp(maximum - peak);
@@ -195,7 +198,8 @@ class Attention {
       base::store_float(out_.data, out_.type, at + d * out_.stride[2], factor == 0 ? 0.0F : output[d] * factor);
     }
     if (lse_ != nullptr) {
-      lse_[row * plan_.query_heads() + query_head] = sum > 0 ? maximum + std::log(sum) : kMinusInfinity;
+      lse_[row * plan_.query_heads() + query_head] =
+          sum > 0 || std::isnan(sum) ? maximum + std::log(sum) : kMinusInfinity;
     }
   }
 

@@ -208,6 +208,7 @@ void PageStore::forget(std::int64_t first, std::int64_t count) {
     base::fail(ErrorCode::out_of_range, "forget of cells " + std::to_string(first) + " + " + std::to_string(count) +
                                             " outside 0.." + std::to_string(impl.cells));
   }
+  if (count == 0) return;
   // Reopening may run out of memory: it comes before anything is forgotten (at most the two pages at the ends).
   const std::int64_t end = first + count;
   const auto partial = [&](std::int64_t page) {

@@ -87,6 +87,7 @@ void PageStore::Impl::check_values(Side side, const ConstView& view) const {
 }
 
 void PageStore::Impl::check_rows(Side side, const ConstView& view, std::int64_t count) const {
+  if (count < 0) base::fail(ErrorCode::invalid_argument, "a view has " + std::to_string(count) + " tokens");
   check_view(side == Side::key ? "keys" : "values", view, count, shape.kv_heads, dim_of(shape, side));
   check_values(side, view);
 }

@@ -15,6 +15,8 @@ namespace kvant::tiles {
 // Largest magnitudes of a quantized x: 127 * 256 + 127 splits into two signed bytes, 127 is one.
 constexpr float kWideMax = 32639.0F;
 constexpr float kNarrowMax = 127.0F;
+// The finest step of x. A smaller one (softmax weights of a page far below the maximum) has no finite inverse.
+constexpr float kFinestX = 2e-38F;
 
 // Rounds x[n][d] = v[n][channel(d)] * step[channel(d)] to integers for multiply_codes.
 struct PackArgs {

@@ -101,9 +101,9 @@ void PackX(const PackArgs& a) {
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
   for (int n = 0; n < a.vectors; ++n) {
-    const float peak = ScaleVector(a, a.v + n * a.v_stride, padded);
+    const float peak = std::max(ScaleVector(a, a.v + n * a.v_stride, padded), limit * kFinestX);  // NaN stays NaN
     const bool finite = std::isfinite(peak);
-    const float inverse = peak > 0 && finite ? limit / peak : 0.0F;
+    const float inverse = finite ? limit / peak : 0.0F;
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
     const auto scale = hn::Set(d, finite ? a.scale[n] : 0.0F);
     auto error = hn::Zero(d);

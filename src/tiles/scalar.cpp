@@ -19,15 +19,15 @@ void pack_x(const PackArgs& a) {
   std::memset(out, 0, packed_words(a.depth, a.vectors) * sizeof(std::int32_t));
   for (int n = 0; n < a.vectors; ++n) {
     const float* v = a.v + n * a.v_stride;
-    float peak = 0;
+    float peak = limit * kFinestX;
+    bool finite = true;
     for (int d = 0; d < a.depth; ++d) {
       const int channel = a.index != nullptr ? a.index[d] : d;
       a.scratch[d] = v[channel] * a.step[channel];
-      // A NaN must reach the result: !(x <= peak) is true for it.
-      if (!(std::fabs(a.scratch[d]) <= peak)) peak = std::fabs(a.scratch[d]);
+      finite &= std::isfinite(a.scratch[d]);
+      peak = std::max(peak, std::fabs(a.scratch[d]));
     }
-    const bool finite = std::isfinite(peak);
-    const float inverse = peak > 0 && finite ? limit / peak : 0.0F;
+    const float inverse = finite ? limit / peak : 0.0F;
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
     float error = 0;
     for (int d = 0; d < a.depth && finite; ++d) {
@@ -82,11 +82,19 @@ void softmax(const SoftmaxArgs& a) {
     float* s = a.scores + n * a.stride;
     const float* mask = a.mask != nullptr ? a.mask[n] : nullptr;
     float peak = a.maximum[n];
+    bool bad = !(peak < std::numeric_limits<float>::infinity());
     for (int i = 0; i < a.cells; ++i) {
       if (a.softcap > 0) s[i] = a.softcap * std::tanh(s[i] / a.softcap);
       if (mask != nullptr)
         s[i] = mask[i] == -std::numeric_limits<float>::infinity() ? mask[i] : s[i] + a.slope[n] * mask[i];
+      bad |= !(s[i] < std::numeric_limits<float>::infinity());
       peak = std::max(peak, s[i]);
+    }
+    if (bad) {  // a NaN or infinity among the visible scores is the result, not a small weight
+      std::fill(s, s + a.cells, std::numeric_limits<float>::quiet_NaN());
+      a.maximum[n] = a.sum[n] = s[0];
+      a.alpha[n] = 1;
+      continue;
     }
     if (peak == -std::numeric_limits<float>::infinity()) {  // nothing visible yet: -inf minus -inf would be NaN
       std::fill(s, s + a.cells, 0.0F);

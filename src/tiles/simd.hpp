@@ -6,6 +6,8 @@
 #define KVANT_TILES_SIMD_HPP
 #endif
 
+#include <cstdint>
+
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -17,8 +19,21 @@ HWY_INLINE hwy::HWY_NAMESPACE::VFromD<D> LoadWide(D d, const float* p) {
 }
 template <class D>
 HWY_INLINE hwy::HWY_NAMESPACE::VFromD<D> LoadWide(D d, const hwy::float16_t* p) {
+#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2
+  // Without F16C Highway's conversion reads infinity and NaN as finite: a mask of -inf would hide nothing.
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::RebindToUnsigned<D> du;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const auto half = hn::PromoteTo(du, hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(p)));
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(du, 0x7FFFU)));
+  const auto finite = hn::BitCast(du, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112F)));
+  const auto special = hn::VecFromMask(du, hn::Gt(magnitude, hn::Set(du, 0x0F7FFFFFU)));
+  const auto sign = hn::ShiftLeft<16>(hn::And(half, hn::Set(du, 0x8000U)));
+  return hn::BitCast(d, hn::Or(hn::Or(finite, sign), hn::And(special, hn::Set(du, 0x7F800000U))));
+#else
   const hwy::HWY_NAMESPACE::Rebind<hwy::float16_t, D> dh;
   return hwy::HWY_NAMESPACE::PromoteTo(d, hwy::HWY_NAMESPACE::LoadU(dh, p));
+#endif
 }
 template <class D>
 HWY_INLINE hwy::HWY_NAMESPACE::VFromD<D> LoadWide(D d, const hwy::bfloat16_t* p) {

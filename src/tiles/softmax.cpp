@@ -22,17 +22,19 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Applies soft cap and mask to one row of scores in place and returns its maximum.
+// Applies soft cap and mask to one row of scores in place and returns its maximum, NaN if a visible score is NaN.
 float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
   const hn::CappedTag<float, 16> d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   auto peak = hn::Set(d, kMinusInfinity);
+  auto bad = hn::IsNaN(peak);
   for (int i = 0; i < a.cells; i += lanes) {
     auto score = hn::LoadU(d, s + i);
     if (a.softcap > 0) {
       // x >= 9 is 1 in float32; the clamp keeps the polynomial's argument in range.
       const auto scaled = hn::Clamp(hn::Div(score, hn::Set(d, a.softcap)), hn::Set(d, -10.0F), hn::Set(d, 10.0F));
-      score = hn::Mul(hn::Set(d, a.softcap), hn::Tanh(d, scaled));
+      const auto capped = hn::Mul(hn::Set(d, a.softcap), hn::Tanh(d, scaled));
+      score = hn::IfThenElse(hn::IsNaN(score), score, capped);  // the clamp would lose a NaN
     }
     if (mask != nullptr) {
       const auto addend = hn::LoadU(d, mask + i);
@@ -42,7 +44,9 @@ float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
     }
     hn::StoreU(score, d, s + i);
     peak = hn::Max(peak, score);
+    bad = hn::Or(bad, hn::IsNaN(score));
   }
+  if (!hn::AllFalse(d, bad)) return std::numeric_limits<float>::quiet_NaN();
   return hn::GetLane(hn::MaxOfLanes(d, peak));
 }
 
@@ -65,7 +69,15 @@ void Softmax(const SoftmaxArgs& a) {
   for (int n = 0; n < a.vectors; ++n) {
     float* s = a.scores + n * a.stride;
     const float* mask = a.mask != nullptr ? a.mask[n] : nullptr;
-    const float peak = std::max(a.maximum[n], Finish(a, s, mask, mask != nullptr ? a.slope[n] : 0.0F));
+    const float page_peak = Finish(a, s, mask, mask != nullptr ? a.slope[n] : 0.0F);
+    const float peak = std::max(a.maximum[n], page_peak);
+    if (!(page_peak < -kMinusInfinity && a.maximum[n] < -kMinusInfinity)) {
+      // A NaN or infinity among the visible scores is the result, not a small weight.
+      std::fill(s, s + a.cells, std::numeric_limits<float>::quiet_NaN());
+      a.maximum[n] = a.sum[n] = s[0];
+      a.alpha[n] = 1.0F;
+      continue;
+    }
     if (peak == kMinusInfinity) {  // nothing visible yet: -inf minus -inf would be NaN
       std::fill(s, s + a.cells, 0.0F);
       a.alpha[n] = 1.0F;
