@@ -1,0 +1,143 @@
+// methods: what kitty stores, against kivi where they must agree and against the definition where they must not.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "methods/method.hpp"
+#include "support/data.hpp"
+
+namespace kvant {
+namespace {
+
+using testing::filled;
+using testing::make_rows;
+using testing::Rows;
+
+std::string blocks_of(const Cache& cache) {
+  std::string bytes;
+  for (std::int64_t page = 0; page * cache.recipe().page < cache.length(); ++page) {
+    const auto block = cache.store().sealed_block(page);
+    bytes.append(reinterpret_cast<const char*>(block.data()), block.size());
+  }
+  return bytes;
+}
+
+std::vector<std::uint16_t> boosted_channels(const Cache& cache, std::int64_t page, int head) {
+  const PageLayout& layout = cache.store().layout();
+  const std::byte* at = cache.store().sealed_block(page).data() + static_cast<std::size_t>(head) * layout.head_bytes +
+                        layout.key.index_offset;
+  std::vector<std::uint16_t> index(static_cast<std::size_t>(layout.key.index_count));
+  std::memcpy(index.data(), at, index.size() * sizeof(std::uint16_t));
+  return index;
+}
+
+TEST(Kitty, WithoutBoostItIsKiviByteForByte) {
+  for (const int dim : {5, 64, 80, 128}) {
+    for (const char* options : {"v=2,sink=0,window=0", "v=3,sink=9,window=16,page=64", "v=8,sink=128,window=0"}) {
+      const Rows rows = make_rows({2, dim, dim, DType::f16}, 300);
+      const std::string text(options);
+      const Cache kitty = filled("kitty:boost=0," + text, rows);
+      const Cache kivi = filled("kivi:k=2," + text, rows);
+      ASSERT_GT(kivi.counts().sealed_pages, 0);
+      EXPECT_EQ(blocks_of(kitty), blocks_of(kivi)) << dim << " " << text;
+      EXPECT_EQ(testing::read_all(kitty.store(), Side::key, 300), testing::read_all(kivi.store(), Side::key, 300));
+    }
+  }
+}
+
+// The codes of four bits lie in two planes instead of one: the values agree, the bytes cannot.
+TEST(Kitty, FullyBoostedItHoldsTheValuesOfKiviWithFourBits) {
+  for (const int dim : {5, 64, 80, 128}) {
+    const Rows rows = make_rows({2, dim, dim, DType::f16}, 300);
+    const Cache kitty = filled("kitty:boost=1,v=2,sink=4,window=0", rows);
+    const Cache kivi = filled("kivi:k=4,v=2,sink=4,window=0", rows);
+    ASSERT_EQ(kitty.counts().sealed_pages, 2);
+    EXPECT_EQ(kitty.store().layout().key.index_count, 0);
+    for (const Side side : {Side::key, Side::value}) {
+      EXPECT_EQ(testing::read_all(kitty.store(), side, 300), testing::read_all(kivi.store(), side, 300)) << dim;
+    }
+  }
+}
+
+TEST(Kitty, LoudestChannelsOfEachPageAndHeadAreBoosted) {
+  std::mt19937 random(5);
+  for (const int dim : {40, 64, 72, 128}) {
+    Rows rows = make_rows({2, dim, dim, DType::f16}, 256, 31);
+    for (int page = 0; page < 2; ++page) {
+      for (int head = 0; head < 2; ++head) {
+        for (int d = 0; d < dim; ++d) {
+          const float loud = std::exp2(static_cast<float>(random() % 8));
+          for (int t = 0; t < 128; ++t) rows.key(page * 128 + t, head, d) = loud * (t % 2 == 0 ? 1.0F : -0.5F);
+        }
+      }
+    }
+    const Cache cache = filled("kitty:boost=0.25,sink=0,window=0", rows);
+    ASSERT_EQ(cache.counts().sealed_pages, 2);
+    for (int page = 0; page < 2; ++page) {
+      for (int head = 0; head < 2; ++head) {
+        // Ties are many here (eight loudnesses): the lower channel goes first.
+        std::vector<std::uint16_t> order(static_cast<std::size_t>(dim));
+        std::iota(order.begin(), order.end(), std::uint16_t{0});
+        std::stable_sort(order.begin(), order.end(), [&](std::uint16_t a, std::uint16_t b) {
+          return std::fabs(rows.key(page * 128, head, a)) > std::fabs(rows.key(page * 128, head, b));
+        });
+        order.resize(static_cast<std::size_t>(dim / 4));
+        std::sort(order.begin(), order.end());
+        EXPECT_EQ(boosted_channels(cache, page, head), order) << dim << " page " << page << " head " << head;
+      }
+    }
+  }
+}
+
+TEST(Kitty, BoostedChannelsHaveFourBitsTheOthersTwo) {
+  const Rows rows = make_rows({1, 64, 64, DType::f16}, 128, 8);
+  const Cache cache = filled("kitty:boost=0.25,sink=0,window=0", rows);
+  const std::vector<float> stored = testing::read_all(cache.store(), Side::key, 128);
+  const auto index = boosted_channels(cache, 0, 0);
+  for (int d = 0; d < 64; ++d) {
+    std::vector<float> levels;
+    for (int t = 0; t < 128; ++t) levels.push_back(stored[static_cast<std::size_t>(t * 64 + d)]);
+    std::sort(levels.begin(), levels.end());
+    const auto distinct = std::unique(levels.begin(), levels.end()) - levels.begin();
+    const bool boosted = std::find(index.begin(), index.end(), d) != index.end();
+    EXPECT_LE(distinct, boosted ? 16 : 4) << d;
+    EXPECT_GE(distinct, boosted ? 8 : 2) << d;
+  }
+}
+
+TEST(Kitty, CountOfBoostedChannelsIsRoundedToNearest) {
+  const auto count = [](const char* recipe, int dim) {
+    return make_layout(parse_recipe(recipe), {1, dim, dim, DType::f16}).key.index_count;
+  };
+  EXPECT_EQ(count("kitty:boost=0.25", 80), 20);
+  EXPECT_EQ(count("kitty:boost=0.1", 72), 7);
+  EXPECT_EQ(count("kitty:boost=0.125", 128), 16);
+  EXPECT_EQ(count("kitty:boost=0.001", 64), 0);
+  EXPECT_EQ(count("kitty:boost=0.999", 64), 0);  // all 64: no list is needed
+}
+
+TEST(Kitty, SinksDoNotTakePartInTheRanking) {
+  Rows rows = make_rows({1, 64, 64, DType::f16}, 128, 8);
+  const auto without = boosted_channels(filled("kitty:boost=0.25,sink=4,window=0", rows), 0, 0);
+  for (int t = 0; t < 4; ++t) {
+    for (int d = 0; d < 64; ++d) rows.key(t, 0, d) = d % 2 == 0 ? 5000.0F : 0.0F;
+  }
+  EXPECT_EQ(boosted_channels(filled("kitty:boost=0.25,sink=4,window=0", rows), 0, 0), without);
+}
+
+TEST(Methods, UniformPlanesCoverEveryWidth) {
+  for (int width = 1; width <= 8; ++width) {
+    int next = 0;
+    for (const catalog::PlaneSpec& plane : catalog::uniform_planes(width, 10)) {
+      EXPECT_TRUE(plane.bits == 1 || plane.bits == 2 || plane.bits == 4);
+      EXPECT_EQ(plane.shift, next);
+      EXPECT_EQ(plane.depth, 10);
+      EXPECT_FALSE(plane.gathered);
+      next += plane.bits;
+    }
+    EXPECT_EQ(next, width);
+  }
+}
+
+}  // namespace
+}  // namespace kvant

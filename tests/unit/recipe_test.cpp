@@ -1,0 +1,201 @@
+// methods: the text form of recipes, its errors, and what the layouts of recipes cost.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "support/data.hpp"
+
+namespace kvant {
+namespace {
+
+using testing::expect_error;
+
+Recipe random_recipe(std::mt19937& random) {
+  const auto pick = [&](auto... choices) {
+    const int list[] = {choices...};
+    return list[random() % sizeof...(choices)];
+  };
+  Recipe recipe = parse_recipe(random() % 2 == 0 ? "kivi" : "kitty");
+  recipe.page = pick(32, 64, 128, 256);
+  recipe.sink = static_cast<int>(random() % static_cast<unsigned>(recipe.page + 1));
+  recipe.window = static_cast<int>(random() % 65537);
+  recipe.x_bits = pick(8, 16);
+  recipe.value_bits = 1 + static_cast<int>(random() % 8);
+  if (recipe.method == "kivi") recipe.key_bits = 1 + static_cast<int>(random() % 8);
+  if (recipe.method == "kitty") recipe.boost = static_cast<double>(random()) / static_cast<double>(std::mt19937::max());
+  return recipe;
+}
+
+TEST(Recipe, RandomRecipesComeBackFromTheirText) {
+  std::mt19937 random(20240601);
+  for (int i = 0; i < 3000; ++i) {
+    const Recipe recipe = random_recipe(random);
+    const std::string text = to_text(recipe);
+    ASSERT_EQ(parse_recipe(text), recipe) << text;
+    ASSERT_EQ(to_text(parse_recipe(text)), text);
+  }
+}
+
+TEST(Recipe, EveryKeyIsReadInAnyOrder) {
+  const Recipe kivi = parse_recipe("kivi:x=8,page=64,window=7,sink=3,v=5,k=6");
+  EXPECT_EQ(to_text(kivi), "kivi:k=6,v=5,sink=3,window=7,page=64,x=8");
+  const Recipe kitty = parse_recipe("kitty:v=4,boost=0.125");
+  EXPECT_EQ(kitty.boost, 0.125);
+  EXPECT_EQ(kitty.value_bits, 4);
+  EXPECT_EQ(to_text(parse_recipe("kitty")), "kitty:boost=0.25,v=2,sink=32,window=128,page=128,x=16");
+  EXPECT_EQ(to_text(parse_recipe("f16")), "f16");
+  EXPECT_FALSE(parse_recipe("f16").quantizes());
+  EXPECT_TRUE(kivi.quantizes());
+}
+
+TEST(Recipe, MethodsAreListedWithTheirDefaults) {
+  std::vector<std::string> names;
+  for (const MethodInfo& info : methods()) {
+    names.push_back(info.name);
+    EXPECT_EQ(to_text(parse_recipe(info.name)), info.default_recipe);
+    EXPECT_FALSE(info.summary.empty());
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"f16", "kivi", "kitty"}));
+}
+
+TEST(Recipe, BadTextIsNamedInTheError) {
+  struct Bad {
+    const char* text;
+    std::vector<std::string> parts;
+  };
+  const Bad cases[] = {
+      {"", {"method ''", "kivi", "kitty", "f16"}},
+      {"kiwi", {"'kiwi'", "kivi"}},
+      {"Kivi", {"'Kivi'"}},
+      {" kivi", {"' kivi'"}},
+      {"kivi:", {"''", "key=value"}},
+      {"kivi:k", {"'k'", "key=value"}},
+      {"kivi:k=4,", {"''", "key=value"}},
+      {"kivi:,k=4", {"''", "key=value"}},
+      {"kivi:boost=0.5", {"'boost'", "kivi", "k, v, sink, window, page, x"}},
+      {"kitty:k=4", {"'k'", "kitty", "boost"}},
+      {"f16:k=4", {"'k'", "f16", "none"}},
+      {"kivi:k=0", {"'k'", "'0'", "1 to 8"}},
+      {"kivi:k=9", {"'k'", "'9'", "1 to 8"}},
+      {"kivi:v=-1", {"'v'", "'-1'", "1 to 8"}},
+      {"kivi:k=4.0", {"'k'", "'4.0'"}},
+      {"kivi:k=", {"'k'", "''"}},
+      {"kivi:k= 4", {"'k'", "' 4'"}},
+      {"kivi:k=+4", {"'k'", "'+4'"}},
+      {"kivi:k=99999999999999999999", {"'k'", "99999999999999999999"}},
+      {"kivi:k=4=4", {"'k'", "'4=4'"}},
+      {"kivi:k=4,k=4", {"'k'", "twice"}},
+      {"kivi:sink=129", {"'sink'", "129", "page (128)"}},
+      {"kivi:sink=64,page=32", {"'sink'", "page (32)"}},
+      {"kivi:window=65537", {"'window'", "65537", "65536"}},
+      {"kivi:window=-1", {"'window'", "-1"}},
+      {"kivi:page=96", {"'page'", "'96'", "32, 64, 128, 256"}},
+      {"kivi:page=0", {"'page'", "'0'"}},
+      {"kivi:x=12", {"'x'", "'12'", "8, 16"}},
+      {"kitty:boost=1.5", {"'boost'", "1.5", "0 to 1"}},
+      {"kitty:boost=-0.1", {"'boost'", "-0.1"}},
+      {"kitty:boost=nan", {"'boost'", "nan"}},
+      {"kitty:boost=inf", {"'boost'", "inf"}},
+      {"kitty:boost=0.25x", {"'boost'", "0.25x"}},
+  };
+  for (const Bad& bad : cases) {
+    SCOPED_TRACE(bad.text);
+    expect_error(ErrorCode::invalid_argument, bad.parts, [&] { parse_recipe(bad.text); });
+  }
+}
+
+TEST(Recipe, StructsAreValidatedWhereverTheyEnter) {
+  const auto with = [](auto change) {
+    Recipe recipe;
+    change(recipe);
+    return recipe;
+  };
+  const Recipe bad[] = {with([](Recipe& r) { r.method = "none"; }), with([](Recipe& r) { r.key_bits = 0; }),
+                        with([](Recipe& r) { r.value_bits = 9; }),  with([](Recipe& r) { r.sink = -1; }),
+                        with([](Recipe& r) { r.sink = 129; }),      with([](Recipe& r) { r.window = -1; }),
+                        with([](Recipe& r) { r.page = 100; }),      with([](Recipe& r) { r.x_bits = 4; })};
+  for (const Recipe& recipe : bad) {
+    expect_error(ErrorCode::invalid_argument, {}, [&] { validate(recipe); });
+    expect_error(ErrorCode::invalid_argument, {}, [&] { to_text(recipe); });
+    expect_error(ErrorCode::invalid_argument, {}, [&] { make_layout(recipe, CacheShape{}); });
+    expect_error(ErrorCode::invalid_argument, {}, [&] { PageStore(recipe, CacheShape{}, 128); });
+    expect_error(ErrorCode::invalid_argument, {}, [&] { Cache(recipe, CacheShape{}); });
+  }
+  Recipe kitty = parse_recipe("kitty");
+  kitty.boost = std::numeric_limits<double>::quiet_NaN();
+  expect_error(ErrorCode::invalid_argument, {"boost"}, [&] { validate(kitty); });
+}
+
+TEST(Layout, ShapesOutsideTheirRangeAreNamed) {
+  const auto refused = [](const char* name, CacheShape shape) {
+    expect_error(ErrorCode::invalid_argument, {name, "1 to 1024"}, [&] { make_layout(Recipe(), shape); });
+  };
+  for (const int bad : {0, -1, 1025}) {
+    refused("kv_heads", {bad, 64, 64, DType::f16});
+    refused("key_dim", {1, bad, 64, DType::f16});
+    refused("value_dim", {1, 64, bad, DType::f16});
+  }
+}
+
+// By hand: codes K + endpoints K + codes V + endpoints V, over the values of a page.
+TEST(Layout, BitsPerValueEqualHandComputedFigures) {
+  struct Figure {
+    const char* recipe;
+    int dim;
+    double bits;
+  };
+  const Figure figures[] = {
+      {"kivi:k=2,v=2", 128, 2.25},                     // 2 + 32/128 both sides
+      {"kivi:k=4,v=4", 128, 4.25},                     //
+      {"kivi:k=4,v=4", 64, 4.375},                     // keys 4 + 32/128, values 4 + 32/64
+      {"kivi:k=2,v=2", 64, 2.375},                     //
+      {"kivi:k=8,v=8", 128, 8.25},                     //
+      {"kivi:k=3,v=3", 128, 3.25},                     // 3 = 2 + 1
+      {"kivi:k=2,v=4", 128, 3.25},                     //
+      {"kivi:k=2,v=2,page=32", 128, 2 + 0.5 * 1.25},   // keys 32/32, values 32/128
+      {"kitty:boost=0.25,v=2", 128, 2.5 + 1.0 / 128},  // keys 2 + 2/4 + 32/128 + 32 indices of 16 bits; values 2.25
+      {"kitty:boost=0,v=2", 128, 2.25},                //
+      {"kitty:boost=1,v=4", 128, 4.25},                // no list: every channel is boosted
+      {"f16", 128, 16},
+  };
+  for (const Figure& figure : figures) {
+    const PageLayout layout = make_layout(parse_recipe(figure.recipe), {2, figure.dim, figure.dim, DType::f16});
+    double expected = figure.bits;
+    if (std::string(figure.recipe) == "kitty:boost=0.25,v=2") expected = (2.5 + 0.25 + 512.0 / (128 * 128) + 2.25) / 2;
+    EXPECT_NEAR(layout.bits_per_value, expected, 1e-12) << figure.recipe << " D=" << figure.dim;
+  }
+  const PageLayout wide = make_layout(parse_recipe("kivi:k=4,v=4"), {1, 128, 128, DType::f32});
+  EXPECT_NEAR(wide.bits_per_value, 4.5, 1e-12);  // endpoints of 32 bits
+}
+
+TEST(Layout, EverythingInsideAPageIsAlignedAndApart) {
+  for (const char* text : {"kivi:k=3,v=5", "kitty:boost=0.1,v=3", "kitty:boost=0.3,page=32", "kivi:k=7,v=1,page=256"}) {
+    for (const DType dtype : {DType::f16, DType::f32}) {
+      for (const int dim : {1, 5, 40, 72, 80, 128, 1017}) {
+        const PageLayout layout = make_layout(parse_recipe(text), {3, dim, dim + 7, dtype});
+        std::vector<std::pair<std::size_t, std::size_t>> spans;  // offset, bytes
+        for (const TileLayout* tile : {&layout.key, &layout.value}) {
+          for (const PlaneLayout& plane : tile->planes) {
+            EXPECT_EQ(plane.offset % 64, 0U);
+            spans.emplace_back(plane.offset, plane.bytes);
+          }
+          const auto endpoints = static_cast<std::size_t>(tile->depth) * size_of(dtype);
+          spans.emplace_back(tile->min_offset, endpoints);
+          spans.emplace_back(tile->max_offset, endpoints);
+          if (tile->index_count > 0)
+            spans.emplace_back(tile->index_offset, static_cast<std::size_t>(tile->index_count) * 2);
+        }
+        std::sort(spans.begin(), spans.end());
+        for (std::size_t i = 0; i + 1 < spans.size(); ++i) {
+          EXPECT_LE(spans[i].first + spans[i].second, spans[i + 1].first) << text << " D=" << dim;
+        }
+        EXPECT_LE(spans.back().first + spans.back().second, layout.head_bytes);
+        EXPECT_EQ(layout.head_bytes % 64, 0U);
+        EXPECT_EQ(layout.page_bytes, 3 * layout.head_bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant
