@@ -40,6 +40,6 @@ if(TARGET kvant_command)
   install(TARGETS kvant_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 if(TARGET kvant_llama)
-  set_target_properties(kvant_llama PROPERTIES INSTALL_RPATH "$ORIGIN/..")
-  install(TARGETS kvant_llama LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}/kvant)
+  # plugin/llama.cpp installs it beside the library.
+  set_target_properties(kvant_llama PROPERTIES INSTALL_RPATH "$ORIGIN")
 endif()
