@@ -27,8 +27,9 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // Query vectors per block: enough that unpacking and preparing a page is shared, few enough that scores stay in L2.
 constexpr int kBlockVectors = 96;
-constexpr int kItemsPerThread = 4;   // parts per thread, so that threads finish together
-constexpr int kMinPagesPerItem = 2;  // below this, merging costs more than it spreads
+constexpr int kItemsPerThread = 4;                // parts per thread, so that threads finish together
+constexpr int kMinPagesPerItem = 2;               // below this, merging costs more than it spreads
+constexpr std::int64_t kWorkPerThread = 1 << 18;  // multiply-adds that pay for waking a thread (a few microseconds)
 
 void check_shapes(const PageStore& store, std::int64_t n_cells, const ConstView& queries, const View& out,
                   const AttentionOptions& options) {
@@ -68,6 +69,14 @@ std::vector<float> make_slopes(int heads, float max_bias) {
                                                     : std::pow(between, static_cast<float>(2 * (h - power) + 1));
   }
   return slopes;
+}
+
+// As many threads as the work can feed.
+int threads_for(const cache::AttentionPlan& plan) {
+  const CacheShape& shape = plan.store->shape;
+  const std::int64_t work = plan.n_cells * plan.rows * plan.query_heads() * (shape.key_dim + shape.value_dim);
+  return static_cast<int>(
+      std::clamp<std::int64_t>(work / kWorkPerThread, 1, base::thread_count(plan.options->threads)));
 }
 
 // The work: items = KV head x block of query rows x run of pages. Runs of one block are merged afterwards.
@@ -115,7 +124,7 @@ class Attention {
         out_(out),
         lse_(lse),
         workspace_(workspace),
-        threads_(base::thread_count(plan_.options->threads)),
+        threads_(threads_for(plan_)),
         split_(plan_, threads_) {
     value_dim_ = plan_.store->shape.value_dim;
     record_ = static_cast<std::size_t>(value_dim_) + 2;
