@@ -13,8 +13,7 @@
 
 namespace kvant {
 
-// Recycles the buffers of open pages between stores. Thread-compatible: one user at a time. Several stores may share
-// one.
+// Recycles the buffers of open pages between stores. Several stores may share one, also from different threads.
 class PagePool;
 std::shared_ptr<PagePool> make_page_pool();
 // Bytes of recycled buffers that the pool holds for later use (live pages are counted by their stores).

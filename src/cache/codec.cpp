@@ -178,9 +178,17 @@ void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, 
   std::vector<float> min(depth), step(depth);
   std::vector<int> widths;
   load_grid(tile, dtype, head_block, widths, min.data(), step.data());
+  tile_widths(tile, tile_index(tile, head_block), widths);
+  std::vector<float> max(depth);
+  kernels().widen(head_block + tile.max_offset, dtype, max.data(), tile.depth);
   for (std::size_t d = 0; d < depth; ++d) {
     const auto row = static_cast<std::ptrdiff_t>(d) * stride;
     kernels().dequantize(codes.data() + row, tile.rows, min[d], step[d], out + row);
+    // min + levels * step may miss max by a rounding in binary32; sealing the page again must find the same endpoints.
+    const int levels = (1 << widths[d]) - 1;
+    for (int i = 0; i < tile.rows; ++i) {
+      if (codes[static_cast<std::size_t>(row + i)] == levels) out[row + i] = max[d];
+    }
   }
 }
 

@@ -14,6 +14,7 @@ using cache::Page;
 // ---- PagePool
 
 base::AlignedBytes PagePool::take(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
   for (Shelf& shelf : shelves_) {
     if (shelf.bytes == bytes && !shelf.buffers.empty()) {
       base::AlignedBytes buffer = std::move(shelf.buffers.back());
@@ -21,10 +22,11 @@ base::AlignedBytes PagePool::take(std::size_t bytes) {
       return buffer;
     }
   }
-  return base::allocate_zeroed(bytes);  // zeroed: kernels read whole tiles, unwritten cells included
+  return base::allocate_aligned(bytes);
 }
 
 void PagePool::give(base::AlignedBytes buffer, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
   for (Shelf& shelf : shelves_) {
     if (shelf.bytes == bytes) return shelf.buffers.push_back(std::move(buffer));
   }
@@ -33,6 +35,7 @@ void PagePool::give(base::AlignedBytes buffer, std::size_t bytes) {
 }
 
 std::size_t PagePool::idle() const {
+  const std::lock_guard lock(mutex_);
   std::size_t bytes = 0;
   for (const Shelf& shelf : shelves_) bytes += shelf.bytes * shelf.buffers.size();
   return bytes;
@@ -117,6 +120,9 @@ std::byte* PageStore::Impl::open(std::int64_t number) {
     cache::decode_page(recipe, shape, layout, *page.sealed, buffer.get());
     page.sealed.reset();
     ++counts.reopens;
+  } else {
+    // Kernels read whole tiles, unwritten cells included: rows of an earlier user may be NaN in this store's type.
+    std::memset(buffer.get(), 0, rows.bytes);
   }
   page.open = std::move(buffer);
   open_pages.push_back(number);

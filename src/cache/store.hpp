@@ -1,6 +1,7 @@
 // The inside of a PageStore; attention and Cache read it, only store*.cpp change it.
 #pragma once
 
+#include <mutex>
 #include <vector>
 
 #include "cache/page.hpp"
@@ -8,7 +9,8 @@
 
 namespace kvant {
 
-// Buffers of one size handed back by stores, kept for the next page of that size.
+// Buffers of one size handed back by stores, kept for the next page of that size. Locked, because copies of a store
+// share its pool and may live in different threads.
 class PagePool {
  public:
   base::AlignedBytes take(std::size_t bytes);
@@ -20,6 +22,7 @@ class PagePool {
     std::size_t bytes = 0;
     std::vector<base::AlignedBytes> buffers;
   };
+  mutable std::mutex mutex_;
   std::vector<Shelf> shelves_;  // few sizes: one per distinct layer shape
 };
 
