@@ -1,11 +1,10 @@
 """What is done to a cache, as functions of one context. Each returns the logits that must agree between hosts.
 
-Run as a program it does one scenario twice in one process, with the cache on the CPU and with the cache in the plug-in,
-and prints a JSON object with the divergence: a process of its own per scenario, because a recipe is fixed per process.
+Run as a program it does each scenario twice, with the cache on the CPU and with the cache in the plug-in, and prints a
+JSON object with the divergence per scenario. One process per recipe: the plug-in reads it once.
 """
 
 import json
-import os
 import sys
 
 import numpy as np
@@ -142,20 +141,17 @@ def many_contexts(model, tokens, **options):
 
 
 def main():
-    name, plugin, model_path, text_path, unified = sys.argv[1:6]
+    plugin, model_path, text_path, *wanted = sys.argv[1:]
     assert load_plugin(plugin), "the host did not take the plug-in"
     with open(text_path, encoding="utf-8") as file:
         text = file.read(20000)
-    run = globals()[name]
-    options = {"unified": unified == "unified"}
-    logits = []
-    for on_plugin in (False, True):
-        model = Model(model_path, on_plugin)
-        logits.append(run(model, model.tokens(text, 400), **options))
-    top = float((logits[0].argmax(-1) == logits[1].argmax(-1)).mean())
-    print(json.dumps({"kld": divergence(*logits), "top": top, "rows": len(logits[0])}))
-    sys.stdout.flush()
-    os.environ.pop("KVANT_STATUS", None)
+    models = [Model(model_path, on_plugin) for on_plugin in (False, True)]
+    tokens = models[0].tokens(text, 400)
+    for name in wanted:
+        function, layout = name.split(":")
+        stock, ours = (globals()[function](model, tokens, unified=layout == "unified") for model in models)
+        top = float((stock.argmax(-1) == ours.argmax(-1)).mean())
+        print(json.dumps({"name": name, "kld": divergence(stock, ours), "top": top, "rows": len(stock)}), flush=True)
 
 
 if __name__ == "__main__":
