@@ -19,8 +19,9 @@ std::vector<Named> named_recipes(const Options& options) {
   for (const std::string& text : options.recipes) recipes.emplace_back(text, parse_recipe(text));
   if (!options.recipes.empty()) return recipes;
   for (const int bits : {2, 3, 4, 8}) {
-    const std::string width = std::to_string(bits);
-    recipes.emplace_back("kivi-" + width, parse_recipe("kivi:k=" + width + ",v=" + width + ",window=0,sink=0"));
+    Recipe recipe = parse_recipe("kivi:window=0,sink=0");
+    recipe.key_bits = recipe.value_bits = bits;
+    recipes.emplace_back("kivi-" + std::to_string(bits), recipe);
   }
   recipes.emplace_back("kitty-25%", parse_recipe("kitty:boost=0.25,v=2,window=0,sink=0"));
   return recipes;

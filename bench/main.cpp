@@ -1,4 +1,6 @@
 // kvant-bench: speed of attention, sealing and writing. Exit codes: 0 done, 1 a case failed O1, 2 usage or other error.
+#include <omp.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
@@ -63,6 +65,8 @@ int run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Filling caches seals pages with OpenMP's default, whose threads would spin beside what is measured.
+  omp_set_num_threads(1);
   Options options;
   bool full = false;
   CLI::App app("Speed of kvant's core, one thread, each figure with the O1 error of its own data", "kvant-bench");

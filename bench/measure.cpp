@@ -8,7 +8,9 @@
 namespace kvant::bench {
 namespace {
 
-const Recipe kControl = parse_recipe("f16");
+Recipe control_recipe() {
+  return parse_recipe("f16");
+}
 
 double query_tokens(const Case& item) {
   // Row i of the last `rows` tokens sees tokens - rows + 1 + i of them.
@@ -93,7 +95,7 @@ Result Measurement::attend(const Case& item) {
   Result result;
   const std::shared_ptr<Ring> own = ring(item.label, item.recipe, item);
   Attend subject(own, item.group, item.rows);
-  Attend control(ring("f16", kControl, item), item.group, item.rows);
+  Attend control(ring("f16", control_recipe(), item), item.group, item.rows);
   result.error = std::max(subject.error(), control.error());
   if (!result.passed()) return result;
   const StoreBytes held = own->front().bytes();
@@ -117,7 +119,7 @@ Result Measurement::write(const Case& item) {
   result.error = coded_error(item.recipe, tokens);
   if (!result.passed()) return result;
   Coded own(item.recipe, tokens);
-  Coded control(kControl, tokens);
+  Coded control(control_recipe(), tokens);
   own.write();
   const std::size_t bytes = own.stored_bytes();
   Reader reader(bytes, 0);

@@ -46,12 +46,14 @@ double spread(const std::vector<double>& values) {
 
 std::vector<double> Samples::ratios(std::size_t over, std::size_t under) const {
   std::vector<double> quotients;
+  quotients.reserve(seconds[over].size());
   for (std::size_t i = 0; i < seconds[over].size(); ++i) quotients.push_back(seconds[over][i] / seconds[under][i]);
   return quotients;
 }
 
 Samples interleave(const std::vector<Work>& works, int rounds, double sample_seconds) {
   std::vector<int> units;
+  units.reserve(works.size());
   for (const Work& work : works) units.push_back(units_for(work, sample_seconds));
   Samples samples;
   samples.seconds.resize(works.size());
