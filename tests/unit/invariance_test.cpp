@@ -227,9 +227,8 @@ class Batch {
   }
 
   void reorder() {
-    const std::vector<std::int64_t> order = {static_cast<std::int64_t>(random_() % 3),
-                                             static_cast<std::int64_t>(random_() % 3),
-                                             static_cast<std::int64_t>(random_() % 3)};
+    std::vector<std::int64_t> order(3);
+    for (std::int64_t& index : order) index = static_cast<std::int64_t>(random_() % 3);
     std::vector<Cache> caches;
     for (const Tracked& one : batch_) caches.push_back(one.cache);
     const std::vector<Cache> gathered = gather(caches, order);
