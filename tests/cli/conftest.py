@@ -13,6 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("KVANT_BUILD_DIR", ROOT / "build/release"))
 KVANT = BUILD / "cli/kvant"
 os.environ.setdefault("KVANT_LLAMA_DIR", str(next(ROOT.glob("build/venv/lib/python3*/site-packages"), "")))
+# Threads that sleep while they wait leave the machine to others; the figures of these tests are not speeds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(name="kvant")

@@ -32,6 +32,7 @@ def prepared_shell(prefix, tmp_path):
     site = next(ROOT.glob("build/venv/lib/python3*/site-packages"), "")
     env = {**os.environ, "PATH": f"{prefix}/bin:{os.environ['PATH']}"}
     env.setdefault("KVANT_LLAMA_DIR", str(site))
+    env.setdefault("OMP_WAIT_POLICY", "passive")
 
     def run(script):
         return subprocess.run(
