@@ -30,7 +30,7 @@ def host_environment(recipe=None, **extra):
     return {**env, **extra}
 
 
-def run_host(program, *arguments, recipe=None, check=True, timeout=240, **extra):
+def run_host(program, *arguments, recipe=None, check=True, timeout=900, **extra):
     """Runs one of the host's programs; returns its exit code and everything it printed."""
     done = subprocess.run(
         [str(HOST / "bin" / program), *map(str, arguments)],
@@ -48,7 +48,7 @@ def run_host(program, *arguments, recipe=None, check=True, timeout=240, **extra)
     return done.returncode, done.stdout
 
 
-def run_python(script, *arguments, recipe=None, check=True, timeout=240, **extra):
+def run_python(script, *arguments, recipe=None, check=True, timeout=900, **extra):
     """Runs a script of this folder, which loads the plug-in by itself, in a process of its own."""
     env = host_environment(**extra)
     # The binding brings its own copy of the host's libraries.

@@ -27,7 +27,7 @@ class Server:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
 
     def complete(self, prompt, slot, count=16, cache=True):
@@ -64,12 +64,12 @@ def running(model, log, *arguments, recipe=None, program=HOST / "bin/llama-serve
             yield Server(port)
         finally:
             process.terminate()
-            code = process.wait(timeout=60)
+            code = process.wait(timeout=300)
     assert code == 0, f"the server ended with {code}: {log}"
 
 
 def _wait_until_ready(process, port, log):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended early: {log.read_text(errors='replace')[-2000:]}"
         with contextlib.suppress(urllib.error.URLError, ConnectionError):

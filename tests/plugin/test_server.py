@@ -67,7 +67,7 @@ def test_offload_off_says_so(plugin, smollm2, tmp_path):
 def test_bad_recipe_stops_the_server(plugin, smollm2, tmp_path):
     assert plugin.exists()
     log = tmp_path / "log"
-    with pytest.raises(AssertionError, match="ended early"), running(smollm2, log, "-c", 512, recipe="kivi:k=5"):
+    with pytest.raises(AssertionError, match="ended early"), running(smollm2, log, "-c", 512, recipe="kivi:k=99"):
         pass
     lines = kvant_lines(log.read_text(errors="replace"))
-    assert len(lines) == 1 and "KVANT_RECIPE" in lines[0] and "'kivi:k=5'" in lines[0]
+    assert len(lines) == 1 and "KVANT_RECIPE" in lines[0] and "'kivi:k=99'" in lines[0]
