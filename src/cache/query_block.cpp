@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "base/half.hpp"
@@ -136,6 +137,38 @@ bool QueryBlock::mask_row(std::int64_t row, int query_head, std::int64_t first_c
   return std::any_of(out, out + cells, [](float x) { return x != kMinusInfinity; });
 }
 
+namespace {
+
+// True when every byte group of `data` is the pattern: a mask row that hides nothing or everything, in one quick pass.
+bool is_all(const std::byte* data, std::size_t bytes, std::uint64_t pattern) {
+  std::uint64_t difference = 0;
+  for (std::size_t i = 0; i < bytes; i += sizeof pattern) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data + i, sizeof word);
+    difference |= word ^ pattern;
+  }
+  return difference == 0;
+}
+
+}  // namespace
+
+// What a user mask alone does to a run of cells, where that shows without converting it.
+QueryBlock::RowMask QueryBlock::classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const {
+  const AttentionOptions& options = *plan_.options;
+  if (options.mask.data == nullptr || options.first_position >= 0 || first_cell + cells > plan_.n_cells) {
+    return RowMask::mixed;
+  }
+  const std::size_t element = size_of(options.mask.type);
+  const std::int64_t at = row * options.mask.row_stride + query_head * options.mask.head_stride + first_cell;
+  const auto* data = static_cast<const std::byte*>(options.mask.data) + at * static_cast<std::int64_t>(element);
+  const std::size_t bytes = element * static_cast<std::size_t>(cells);
+  if (is_all(data, bytes, 0)) return RowMask::plain;
+  const std::uint64_t hidden = options.mask.type == DType::f32   ? 0xFF800000FF800000U
+                               : options.mask.type == DType::f16 ? 0xFC00FC00FC00FC00U
+                                                                 : 0xFF80FF80FF80FF80U;
+  return is_all(data, bytes, hidden) ? RowMask::hidden : RowMask::mixed;
+}
+
 // Fills mask_rows_ (null where nothing is added); false if no vector sees the page.
 bool QueryBlock::load_mask(std::int64_t number, int cells) {
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
@@ -150,6 +183,17 @@ bool QueryBlock::load_mask(std::int64_t number, int cells) {
     float* row = mask_ + n * score_stride_;
     if (!per_head && n % plan_.group != 0) {
       mask_rows_[n] = mask_rows_[n - 1];
+      continue;
+    }
+    const RowMask kind =
+        classify(first_row_ + n / plan_.group, head_ * plan_.group + n % plan_.group, first_cell, cells);
+    if (kind == RowMask::plain && whole) {
+      any = true;
+      continue;  // mask_rows_[n] is null
+    }
+    if (kind == RowMask::hidden) {
+      std::fill_n(row, cells, kMinusInfinity);
+      mask_rows_[n] = row;
       continue;
     }
     bool visible =
@@ -291,6 +335,19 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   multiply_tile(store_.layout.value, head_block, groups, output_, output_stride_);
 }
 
+// Pages lie anywhere in memory and no hardware prefetcher follows: what comes next is asked for while this is computed.
+static void fetch(const std::byte* data, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += base::kAlignment) __builtin_prefetch(data + i, 0, 2);
+}
+
+void QueryBlock::fetch_page(std::int64_t number) const {
+  if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  if (!page.sealed) return;
+  fetch(page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes,
+        store_.layout.head_bytes);
+}
+
 void QueryBlock::add_page(std::int64_t number) {
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
   if (page.is_empty()) return;
@@ -302,6 +359,7 @@ void QueryBlock::add_page(std::int64_t number) {
     cells = base::round_up(cells, tiles::kLanes);
   }
   if (cells == 0 || !load_mask(number, cells)) return;
+  fetch_page(number + 1);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});

@@ -44,6 +44,9 @@ class QueryBlock {
   const float* output(int vector) const { return output_ + vector * output_stride_; }
 
  private:
+  void fetch_page(std::int64_t page) const;
+  enum class RowMask : std::uint8_t { plain, hidden, mixed };
+  RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
   // What user mask, positions and ALiBi add to `cells` scores of one vector; true if a cell is visible.
   bool mask_row(std::int64_t row, int query_head, std::int64_t first_cell, int cells, float* out) const;

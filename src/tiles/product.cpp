@@ -43,79 +43,86 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define KVANT_MADD 0
 #endif
 
-// ---- pack_x: words [quad][vector][2]. VNNI: high bytes of the quad, low bytes of the quad. Elsewhere: 16-bit pairs of
+// ---- pack_x: words [vector][quad][2]. VNNI: high bytes of the quad, low bytes of the quad. Elsewhere: 16-bit pairs of
 // the even and of the odd depth indices, which meet the even and odd bytes of a group.
 
-inline void StoreQuads(const std::int32_t* integers, int quad, const PackArgs& a, int n) {
-  std::int32_t* word = a.x + (static_cast<std::int64_t>(quad) * a.vectors + n) * 2;
 #if KVANT_VNNI
-  const hn::Full512<std::int32_t> d;
-  const hn::Rebind<std::int8_t, decltype(d)> d8;
-  const auto value = hn::LoadU(d, integers);
-  const auto high = a.wide ? hn::ShiftRight<8>(hn::Add(value, hn::Set(d, 128))) : value;
-  const auto low = a.wide ? hn::Sub(value, hn::ShiftLeft<8>(high)) : hn::Zero(d);
-  alignas(16) std::int32_t words[2][4];
-  hn::StoreU(hn::DemoteTo(d8, high), d8, reinterpret_cast<std::int8_t*>(words[0]));
-  hn::StoreU(hn::DemoteTo(d8, low), d8, reinterpret_cast<std::int8_t*>(words[1]));
-  for (int q = 0; q < 4; ++q, word += static_cast<std::int64_t>(a.vectors) * 2) {
-    word[0] = words[0][q];
-    word[1] = words[1][q];
-  }
+// value = 256 * high + low with signed bytes; the byte of low is the lowest byte of value itself.
+HWY_INLINE void StoreQuads(__m512i value, bool wide, std::int32_t* word) {
+  const __m512i rounded = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+  const __m128i high = _mm512_cvtepi32_epi8(wide ? rounded : value);
+  const __m128i low = wide ? _mm512_cvtepi32_epi8(value) : _mm_setzero_si128();
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(word), _mm_unpacklo_epi32(high, low));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(word + 4), _mm_unpackhi_epi32(high, low));
+}
 #else
-  for (int q = 0; q < 4; ++q, integers += 4, word += static_cast<std::int64_t>(a.vectors) * 2) {
+HWY_INLINE void StoreQuads(const std::int32_t* integers, std::int32_t* word) {
+  for (int q = 0; q < 4; ++q, integers += 4, word += 2) {
     word[0] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[2]) << 16) | (integers[0] & 0xFFFF));
     word[1] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[3]) << 16) | (integers[1] & 0xFFFF));
   }
-#endif
 }
+#endif
 
-// scratch[d] = v * step at the tile's channels, zero-padded; returns the largest magnitude, NaN if anything is not
-// finite.
-inline float ScaleVector(const PackArgs& a, const float* v, int padded) {
+// scratch[d] = v * step at the tile's channels, zero-padded; returns the bits of the largest magnitude: as integers,
+// magnitudes order as they do as floats, and infinities and NaN come last.
+inline std::int32_t ScaleVector(const PackArgs& a, const float* v, int padded) {
   const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  if (a.index != nullptr) {
-    for (int i = 0; i < a.depth; ++i) a.scratch[i] = v[a.index[i]] * a.step[a.index[i]];
-  } else {
-    int i = 0;
+  auto peak = hn::Zero(di);
+  int i = 0;
+  if (a.index == nullptr) {
     for (; i + lanes <= a.depth; i += lanes) {
-      hn::StoreU(hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, a.step + i)), d, a.scratch + i);
+      const auto value = hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, a.step + i));
+      hn::StoreU(value, d, a.scratch + i);
+      peak = hn::Max(peak, hn::BitCast(di, hn::Abs(value)));
     }
-    for (; i < a.depth; ++i) a.scratch[i] = v[i] * a.step[i];
   }
-  std::fill(a.scratch + a.depth, a.scratch + padded, 0.0F);
-  auto peak = hn::Zero(d);
-  auto poison = hn::Zero(d);  // stays 0 unless an infinity or NaN comes by
-  for (int i = 0; i < padded; i += lanes) {
-    const auto value = hn::LoadU(d, a.scratch + i);
-    peak = hn::Max(peak, hn::Abs(value));
-    poison = hn::MulAdd(value, hn::Zero(d), poison);
+  const int rest = i;
+  for (; i < a.depth; ++i) {
+    const int channel = a.index != nullptr ? a.index[i] : i;
+    a.scratch[i] = v[channel] * a.step[channel];
   }
-  return hn::GetLane(hn::MaxOfLanes(d, peak)) + hn::GetLane(hn::SumOfLanes(d, poison));
+  for (; i < padded; ++i) a.scratch[i] = 0.0F;
+  for (i = rest; i < padded; i += lanes) peak = hn::Max(peak, hn::BitCast(di, hn::Abs(hn::LoadU(d, a.scratch + i))));
+  return hn::GetLane(hn::MaxOfLanes(di, peak));
 }
 
 void PackX(const PackArgs& a) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
-  const int lanes = static_cast<int>(hn::Lanes(d));
+  [[maybe_unused]] const int lanes = static_cast<int>(hn::Lanes(d));
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
+  std::int32_t* words = a.x;
   for (int n = 0; n < a.vectors; ++n) {
-    const float peak = std::max(ScaleVector(a, a.v + n * a.v_stride, padded), limit * kFinestX);  // NaN stays NaN
-    const bool finite = std::isfinite(peak);
+    const std::int32_t bits = ScaleVector(a, a.v + n * a.v_stride, padded);
+    const bool finite = bits < 0x7F800000;
+    float peak = 0;
+    std::memcpy(&peak, &bits, sizeof peak);
+    peak = std::max(peak, limit * kFinestX);
     const float inverse = finite ? limit / peak : 0.0F;
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
-    const auto scale = hn::Set(d, finite ? a.scale[n] : 0.0F);
+    const auto scale = hn::Set(d, a.scale[n]);
+    const auto factor = hn::Set(d, inverse);
     auto error = hn::Zero(d);
-    alignas(64) std::int32_t integers[16];
-    for (int i = 0; i < padded; i += 16) {
+    for (int i = 0; i < padded; i += 16, words += 8) {
+#if KVANT_VNNI
+      const auto value = hn::LoadU(d, a.scratch + i);
+      const auto rounded = hn::NearestInt(hn::Mul(value, factor));
+      error = hn::Add(error, hn::NegMulAdd(hn::ConvertTo(d, rounded), scale, value));
+      StoreQuads(rounded.raw, a.wide, words);
+#else
+      alignas(64) std::int32_t integers[16];
       for (int lane = 0; lane < 16; lane += lanes) {
         const auto value = hn::LoadU(d, a.scratch + i + lane);
-        const auto rounded = hn::Round(hn::Mul(value, hn::Set(d, inverse)));
+        const auto rounded = hn::Round(hn::Mul(value, factor));
         error = hn::Add(error, hn::NegMulAdd(rounded, scale, value));
         hn::StoreU(finite ? hn::ConvertTo(di, rounded) : hn::Zero(di), di, integers + lane);
       }
-      StoreQuads(integers, i / kQuad, a, n);
+      StoreQuads(integers, words);
+#endif
     }
     a.bias[n] += a.mid * hn::GetLane(hn::SumOfLanes(d, error));
   }
@@ -126,8 +133,8 @@ void PackX(const PackArgs& a) {
 struct BlockArgs {
   const std::byte* groups;
   int group_count;
-  const std::int32_t* x;    // word of quad 0 and the first vector of this call
-  std::int64_t quad_words;  // words from quad to quad
+  const std::int32_t* x;      // word of quad 0 and the first vector of this call
+  std::int64_t vector_words;  // words from vector to vector
   const float* factor;
   float* out;
   std::int64_t out_stride;
@@ -152,14 +159,15 @@ KVANT_VNNI_TARGET HWY_INLINE Lanes Dot(Lanes sum, __m512i codes, __m512i x) {
 
 // One group: P are the positions of a quad (row tiles), N the vectors, A = P x N the accumulators.
 template <int kBits, int kVectors, bool kWide, int... P, int... N, int... A>
-KVANT_VNNI_TARGET HWY_INLINE void AddQuad(__m512i group, const std::int32_t* x, Lanes* HWY_RESTRICT high,
-                                          Lanes* HWY_RESTRICT low, Indices<P...>, Indices<N...>, Indices<A...>) {
+KVANT_VNNI_TARGET HWY_INLINE void AddQuad(__m512i group, const std::int32_t* x, std::int64_t stride,
+                                          Lanes* HWY_RESTRICT high, Lanes* HWY_RESTRICT low, Indices<P...>,
+                                          Indices<N...>, Indices<A...>) {
   constexpr int kMask = (1 << kBits) - 1;
   const __m512i codes[] = {_mm512_and_si512(group, _mm512_set1_epi8(static_cast<char>(kMask << (kBits * P))))...};
-  const __m512i x_high[] = {_mm512_set1_epi32(x[2 * N])...};
+  const __m512i x_high[] = {_mm512_set1_epi32(x[N * stride])...};
   ((high[A] = Dot(high[A], codes[A / kVectors], x_high[A % kVectors])), ...);
   if constexpr (kWide) {
-    const __m512i x_low[] = {_mm512_set1_epi32(x[2 * N + 1])...};
+    const __m512i x_low[] = {_mm512_set1_epi32(x[N * stride + 1])...};
     ((low[A] = Dot(low[A], codes[A / kVectors], x_low[A % kVectors])), ...);
   }
 }
@@ -178,9 +186,9 @@ KVANT_VNNI_TARGET HWY_NOINLINE void MultiplyBlock(const BlockArgs& a, Indices<Q.
   Lanes high[] = {(static_cast<void>(A), Lanes{})...};
   Lanes low[] = {(static_cast<void>(A), Lanes{})...};
   const std::int32_t* x = a.x;
-  for (int g = 0; g < a.group_count; ++g, x += a.quad_words * static_cast<int>(sizeof...(Q))) {
+  for (int g = 0; g < a.group_count; ++g, x += 2 * sizeof...(Q)) {
     const __m512i group = _mm512_load_si512(a.groups + static_cast<std::size_t>(g) * kGroupBytes);
-    (AddQuad<kBits, kVectors, kWide>(_mm512_srli_epi32(group, kBits * kTiles * Q), x + Q * a.quad_words, high, low,
+    (AddQuad<kBits, kVectors, kWide>(_mm512_srli_epi32(group, kBits * kTiles * Q), x + 2 * Q, a.vector_words, high, low,
                                      Range<kTiles>(), Range<kVectors>(), all),
      ...);
   }
@@ -211,11 +219,12 @@ HWY_INLINE hn::VFromD<D> PairsAt(D d, hn::VFromD<D> group) {
 
 // One position of a group: even and odd depth indices against all N vectors.
 template <int kBits, int kPosition, class D, class V, int... N>
-HWY_INLINE void AddPosition(D d, V group, const std::int32_t* quad, V* HWY_RESTRICT sum, Indices<N...>) {
+HWY_INLINE void AddPosition(D d, V group, const std::int32_t* quad, std::int64_t stride, V* HWY_RESTRICT sum,
+                            Indices<N...>) {
   const V even = PairsAt<kBits * kPosition, kBits>(d, group);
   const V odd = PairsAt<kBits * kPosition + 8, kBits>(d, group);
-  ((sum[N] = PairDot(d, even, hn::Set(d, quad[2 * N]), sum[N])), ...);
-  ((sum[N] = PairDot(d, odd, hn::Set(d, quad[2 * N + 1]), sum[N])), ...);
+  ((sum[N] = PairDot(d, even, hn::Set(d, quad[N * stride]), sum[N])), ...);
+  ((sum[N] = PairDot(d, odd, hn::Set(d, quad[N * stride + 1]), sum[N])), ...);
 }
 
 template <class D, class V>
@@ -231,9 +240,10 @@ HWY_INLINE void MultiplyLanes(D d, const BlockArgs& a, int lane, Indices<Q...>, 
   V sum[] = {(static_cast<void>(A), hn::Zero(d))...};
   const auto* words = reinterpret_cast<const std::int32_t*>(a.groups) + lane;
   const std::int32_t* x = a.x;
-  for (int g = 0; g < a.group_count; ++g, words += kLanes, x += a.quad_words * static_cast<int>(sizeof...(Q))) {
+  for (int g = 0; g < a.group_count; ++g, words += kLanes, x += 2 * sizeof...(Q)) {
     const V group = hn::LoadU(d, words);
-    (AddPosition<kBits, P>(d, group, x + (P / kTiles) * a.quad_words, sum + (P % kTiles) * kVectors, Range<kVectors>()),
+    (AddPosition<kBits, P>(d, group, x + (P / kTiles) * 2, a.vector_words, sum + (P % kTiles) * kVectors,
+                           Range<kVectors>()),
      ...);
   }
   (StoreSums(d, sum[A], a.factor[A % kVectors], a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes + lane),
@@ -250,19 +260,28 @@ HWY_NOINLINE void MultiplyBlock(const BlockArgs& a, Indices<Q...> quads, Indices
 }
 #endif
 
-// Accumulators are R x vectors (x 2 bytes of x with VNNI): three vectors fill the registers at R = 4.
-constexpr int kMaxVectors = 3;
+// Accumulators are R x vectors (x 2 bytes of x with VNNI): 12 leave registers for codes and x.
+template <int kBits, int kTiles, int kVectors, bool kWide>
+HWY_INLINE void MultiplySome(const BlockArgs& args) {
+  MultiplyBlock<kBits, kTiles, kVectors, kWide>(args, Range<quads_per_group(kBits, kTiles)>(),
+                                                Range<kTiles * kVectors>());
+}
 
 template <int kBits, int kTiles, bool kWide>
 void MultiplyVectors(BlockArgs args, int vectors) {
-  using Quads = Range<quads_per_group(kBits, kTiles)>;
+  constexpr int kMaxVectors = kTiles == 4 ? 3 : 6;
   for (int n = 0; n < vectors;) {
     const int count = std::min(kMaxVectors, vectors - n);
-    if (count == 3) MultiplyBlock<kBits, kTiles, 3, kWide>(args, Quads(), Range<kTiles * 3>());
-    if (count == 2) MultiplyBlock<kBits, kTiles, 2, kWide>(args, Quads(), Range<kTiles * 2>());
-    if (count == 1) MultiplyBlock<kBits, kTiles, 1, kWide>(args, Quads(), Range<kTiles>());
+    if constexpr (kMaxVectors == 6) {
+      if (count == 6) MultiplySome<kBits, kTiles, 6, kWide>(args);
+      if (count == 5) MultiplySome<kBits, kTiles, 5, kWide>(args);
+      if (count == 4) MultiplySome<kBits, kTiles, 4, kWide>(args);
+    }
+    if (count == 3) MultiplySome<kBits, kTiles, 3, kWide>(args);
+    if (count == 2) MultiplySome<kBits, kTiles, 2, kWide>(args);
+    if (count == 1) MultiplySome<kBits, kTiles, 1, kWide>(args);
     n += count;
-    args.x += 2 * count;
+    args.x += count * args.vector_words;
     args.factor += count;
     args.out += count * args.out_stride;
   }
@@ -271,8 +290,9 @@ void MultiplyVectors(BlockArgs args, int vectors) {
 template <int kBits, bool kWide>
 void MultiplyPlane(const CodeProduct& a) {
   for_each_block(kBits, a.rows, a.depth, [&](int first, int tiles, std::size_t offset) {
-    const BlockArgs block{a.plane + offset, groups(kBits, tiles, a.depth), a.x,         std::int64_t{2} * a.vectors,
-                          a.factor,         a.out + first * kLanes,        a.out_stride};
+    const BlockArgs block{
+        a.plane + offset, groups(kBits, tiles, a.depth), a.x,         base::round_up(a.depth, kDepthPad) / kQuad * 2,
+        a.factor,         a.out + first * kLanes,        a.out_stride};
     if (tiles == 1) MultiplyVectors<kBits, 1, kWide>(block, a.vectors);
     if (tiles == 2) MultiplyVectors<kBits, 2, kWide>(block, a.vectors);
     if constexpr (kBits < 4) {

@@ -1,0 +1,118 @@
+// O5: reported bytes against an allocator that counts. A program of its own, because it replaces operator new.
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "support/oracle.hpp"
+
+namespace {
+
+std::atomic<std::int64_t> live{0};
+
+void* counted(void* data) {
+  if (data == nullptr) throw std::bad_alloc();
+  live += static_cast<std::int64_t>(malloc_usable_size(data));
+  return data;
+}
+void release(void* data) {
+  if (data != nullptr) live -= static_cast<std::int64_t>(malloc_usable_size(data));
+  std::free(data);
+}
+
+}  // namespace
+
+void* operator new(std::size_t size) {
+  return counted(std::malloc(size));
+}
+void* operator new(std::size_t size, std::align_val_t alignment) {
+  const auto boundary = static_cast<std::size_t>(alignment);
+  return counted(std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary));
+}
+void operator delete(void* data) noexcept {
+  release(data);
+}
+void operator delete(void* data, std::size_t) noexcept {
+  release(data);
+}
+void operator delete(void* data, std::align_val_t) noexcept {
+  release(data);
+}
+void operator delete(void* data, std::size_t, std::align_val_t) noexcept {
+  release(data);
+}
+
+namespace kvant {
+namespace {
+
+// What filling and then shortening a cache leaves allocated, next to what it says.
+void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_t tokens) {
+  const auto keys = testing::random_keys(tokens, shape.kv_heads, shape.key_dim, 1);
+  const auto values = testing::random_floats(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim), 2);
+  const Recipe parsed = parse_recipe(recipe);
+  const std::int64_t before = live;
+  const auto pool = make_page_pool();
+  PageStore store(parsed, shape, tokens, pool);
+  std::vector<std::int64_t> cells(static_cast<std::size_t>(tokens));
+  std::iota(cells.begin(), cells.end(), 0);
+  const auto held = [&] { return live - before - static_cast<std::int64_t>(cells.capacity() * sizeof(std::int64_t)); };
+  store.write(Side::key, cells, dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim));
+  store.write(Side::value, cells, dense_view(values.data(), DType::f32, tokens, shape.kv_heads, shape.value_dim));
+  store.seal_ready();
+  const auto said = [&] { return static_cast<double>(store.bytes().total() + idle_bytes(*pool)); };
+  EXPECT_NEAR(said(), static_cast<double>(held()), 0.01 * static_cast<double>(held())) << recipe << " " << tokens;
+
+  const std::size_t full = store.bytes().total();
+  // From a page boundary on: inside a sealed page the rest would be reopened, and grow.
+  const std::int64_t kept = tokens / 2 / parsed.page * parsed.page;
+  store.forget(kept, tokens - kept);
+  EXPECT_LT(store.bytes().total(), full) << recipe;
+  EXPECT_NEAR(said(), static_cast<double>(held()), 0.01 * static_cast<double>(held())) << recipe << " after forget";
+}
+
+TEST(Bytes, EqualTheAllocatorsCount) {
+  for (const char* recipe :
+       {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64"}) {
+    check_cache(recipe, {8, 128, 128, DType::f16}, 2048);
+    check_cache(recipe, {3, 64, 64, DType::f16}, 1000);
+    check_cache(recipe, {2, 80, 112, DType::f32}, 700);
+  }
+}
+
+// Sealed bytes follow from the layout alone: what `kvant info` estimates is what is allocated (D56).
+TEST(Faults, D56_LayoutPredictsSealedBytes) {
+  for (const char* recipe : {"kivi:k=4,v=4,window=0", "kitty:window=0,sink=0"}) {
+    const CacheShape shape{8, 128, 128, DType::f16};
+    Cache cache(parse_recipe(recipe), shape);
+    const auto rows = testing::random_floats(std::size_t{1024} * 8 * 128, 3);
+    const ConstView view = dense_view(rows.data(), DType::f32, 1024, 8, 128);
+    cache.append(view, view);
+    const PageLayout layout = make_layout(cache.recipe(), shape);
+    EXPECT_EQ(cache.bytes().sealed, layout.page_bytes * 8);
+    EXPECT_EQ(cache.bytes().open, 0U);
+    EXPECT_NEAR(8.0 * static_cast<double>(cache.bytes().sealed) / (1024.0 * 8 * 256), layout.bits_per_value, 1e-12);
+  }
+}
+
+TEST(Bytes, WorkspaceIsCounted) {
+  const CacheShape shape{8, 128, 128, DType::f16};
+  PageStore store(parse_recipe("kivi"), shape, 256);
+  const auto rows = testing::random_floats(std::size_t{256} * 8 * 128, 3);
+  std::vector<std::int64_t> cells(256);
+  std::iota(cells.begin(), cells.end(), 0);
+  for (const Side side : {Side::key, Side::value})
+    store.write(side, cells, dense_view(rows.data(), DType::f32, 256, 8, 128));
+  std::vector<float> out(std::size_t{64} * 32 * 128);
+  const auto queries = testing::random_floats(out.size(), 4);
+  const std::int64_t before = live;
+  const auto workspace = make_workspace();
+  attend(store, 256, dense_view(queries.data(), DType::f32, 64, 32, 128),
+         dense_view(out.data(), DType::f32, 64, 32, 128), {}, *workspace);
+  const auto held = static_cast<double>(live - before);
+  EXPECT_NEAR(static_cast<double>(bytes_of(*workspace)), held, 0.01 * held);
+}
+
+}  // namespace
+}  // namespace kvant
