@@ -4,7 +4,7 @@
 source "$(dirname "$0")/common.sh"
 
 RECIPE=${RECIPE:-kivi:k=4,v=4}
-ROWS=${ROWS:-"f16; kivi:k=4,v=4; kivi:k=2,v=2; kitty; stock:q4_0"}
+ROWS=${ROWS:-"f16; kivi:k=4,v=4; kitty; stock:q4_0"}
 
 "$ROOT/tools/setup.sh" packages host models text
 "$ROOT/tools/build.sh" release -DKVANT_BUILD_TESTS=OFF
