@@ -117,6 +117,8 @@ void save_page(const PageStore::Impl& impl, std::int64_t number, int length, Wri
 }
 
 void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& in) {
+  // Before a whole page is allocated for rows that a forged shape only claims to have.
+  if (in.left() / (1 + token_bytes(impl.shape)) < static_cast<std::size_t>(length)) bad("ends early");
   std::byte* rows = impl.open(number);
   Page& page = impl.pages[static_cast<std::size_t>(number)];
   std::vector<std::byte> token(token_bytes(impl.shape));
@@ -143,6 +145,7 @@ void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
   auto sealed = std::make_shared<cache::SealedPage>();
   const auto count = in.get<std::uint32_t>();
   if (count >= static_cast<std::uint32_t>(impl.tokens())) bad("more exact rows than a page has");
+  if (in.left() < impl.layout.page_bytes) bad("ends early");
   cache::ExactRows& exact = sealed->exact;
   exact.capacity = base::round_up(static_cast<int>(count), tiles::kLanes);
   const cache::RowsLayout rows(impl.shape, std::max(exact.capacity, 1));
@@ -181,12 +184,20 @@ Reader open_image(std::span<const std::byte> image) {
   return in;
 }
 
-Recipe load_recipe(Reader& in) {
+// An empty cache of the recipe and shape that the image names.
+Cache load_frame(Reader& in) {
   const auto size = in.get<std::uint32_t>();
   if (size > 4096) bad("recipe text is " + std::to_string(size) + " bytes");
   const auto* text = reinterpret_cast<const char*>(in.take(size));
+  CacheShape shape;
+  shape.kv_heads = in.get<std::int32_t>();
+  shape.key_dim = in.get<std::int32_t>();
+  shape.value_dim = in.get<std::int32_t>();
+  const auto dtype = in.get<std::uint8_t>();
+  if (dtype > static_cast<std::uint8_t>(DType::bf16)) bad("type " + std::to_string(dtype) + " is unknown");
+  shape.dtype = static_cast<DType>(dtype);
   try {
-    return parse_recipe(std::string_view(text, size));
+    return Cache(parse_recipe(std::string_view(text, size)), shape);
   } catch (const Error& error) {
     bad(error.what());
   }
@@ -213,17 +224,9 @@ std::vector<std::byte> Cache::save() const {
 
 Cache Cache::load(std::span<const std::byte> image) {
   Reader in = open_image(image);
-  const Recipe recipe = load_recipe(in);
-  CacheShape shape;
-  shape.kv_heads = in.get<std::int32_t>();
-  shape.key_dim = in.get<std::int32_t>();
-  shape.value_dim = in.get<std::int32_t>();
-  const auto dtype = in.get<std::uint8_t>();
-  if (dtype > static_cast<std::uint8_t>(DType::bf16)) bad("type " + std::to_string(dtype) + " is unknown");
-  shape.dtype = static_cast<DType>(dtype);
+  Cache cache = load_frame(in);
   const auto length = in.get<std::int64_t>();
   if (length < 0 || length > static_cast<std::int64_t>(image.size()) * 64) bad("length does not fit its size");
-  Cache cache(recipe, shape);
   PageStore::Impl& impl = cache.store_.impl();
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());
@@ -232,7 +235,7 @@ Cache Cache::load(std::span<const std::byte> image) {
     const auto kind = in.get<PageKind>();
     if (kind == PageKind::open) {
       load_open(impl, number, cells, in);
-    } else if (kind == PageKind::sealed && cells == impl.tokens() && recipe.quantizes()) {
+    } else if (kind == PageKind::sealed && cells == impl.tokens() && impl.recipe.quantizes()) {
       load_sealed(impl, number, in);
     } else {
       bad("page " + std::to_string(number) + " has an impossible kind");
