@@ -1,6 +1,7 @@
 // Dense, padded fp32 copies of array slices: what the kernels work on.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -59,13 +60,14 @@ class Matrix {
 
 // Throws Error(not_finite) naming the argument unless all n values are finite.
 inline void require_finite(const char* name, const float* x, std::int64_t n) {
-  float poison = 0;  // becomes NaN with the first NaN or infinity
-  for (std::int64_t i = 0; i < n; ++i) poison += x[i] * 0.0F;
-  if (poison == 0) return;
+  constexpr std::uint32_t kExponent = 0x7F800000U;
+  std::uint32_t bad = 0;
+  for (std::int64_t i = 0; i < n; ++i) bad |= (std::bit_cast<std::uint32_t>(x[i]) & kExponent) == kExponent ? 1U : 0U;
+  if (bad == 0) return;
   for (std::int64_t i = 0; i < n; ++i) {
     if (!std::isfinite(x[i])) {
-      base::fail(ErrorCode::not_finite, std::string(name) + " holds " + std::to_string(x[i]) + "; only finite numbers " +
-                                            "can be quantized");
+      base::fail(ErrorCode::not_finite,
+                 std::string(name) + " holds " + std::to_string(x[i]) + "; only finite numbers " + "can be quantized");
     }
   }
 }

@@ -143,9 +143,8 @@ inline void AddAllBelow(const float* y, std::int64_t rows, int middle_count, con
   constexpr int kAtOnce = HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64 ? 7 : 4;
   for (int j = 0; j < middle_count;) {
     const int left = std::min(middle_count - j, kAtOnce);
-    const auto call = [&](auto add) HWY_ATTR {
-      add(y, rows, middles + j * lanes, counts + j * lanes, sums + j * lanes);
-    };
+    const auto call = [&](auto add)
+                          HWY_ATTR { add(y, rows, middles + j * lanes, counts + j * lanes, sums + j * lanes); };
     switch (left) {
       case 1:
         call(AddBelow<1>);

@@ -73,7 +73,8 @@ HWY_INLINE void ChooseRow(const std::uint8_t* slices, std::int64_t columns, cons
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t plane = (columns + 7) / 8;
   const auto at = [&](std::int64_t c) HWY_ATTR {
-    return Choose<kBits>(d, [&](int l) HWY_ATTR { return levels(d, l, c); }, slices, plane, c, 0);
+    return Choose<kBits>(
+        d, [&](int l) HWY_ATTR { return levels(d, l, c); }, slices, plane, c, 0);
   };
   std::int64_t c = 0;
   for (; c + lanes <= columns; c += lanes) hn::StoreU(at(c), d, out + c);
@@ -98,13 +99,12 @@ HWY_INLINE void ChooseRowOf(int bits, const std::uint8_t* slices, std::int64_t c
   }
 }
 
-constexpr int kBlendBits = 4;     // wider codes are looked up one by one
-constexpr int kCodesAtOnce = 1024;  // columns of a row that are unpacked at a time
+constexpr int kBlendBits = 4;  // wider codes are looked up one by one
 
 // Calls look(column, code) for every column of a row.
 template <class Look>
 HWY_INLINE void ForEachCode(const std::uint8_t* slices, std::int64_t columns, int bits, const Look& look) {
-  std::uint8_t codes[kCodesAtOnce + kColumnPad];
+  std::uint8_t codes[kColumnPad];
   const std::int64_t plane = (columns + 7) / 8;
   for (std::int64_t c = 0; c < columns; c += kColumnPad) {
     const std::int64_t n = std::min<std::int64_t>(kColumnPad, columns - c);
@@ -123,7 +123,8 @@ template <typename T>
 void LookUp(const std::uint8_t* slices, std::int64_t rows, std::int64_t columns, int bits, const T* table,
             std::int64_t table_stride, T* out, std::int64_t out_stride) {
   const auto step = static_cast<std::int64_t>(slice_bytes(columns, bits));
-  const auto levels = [&](auto d, int l, std::int64_t c) HWY_ATTR { return hn::LoadU(d, table + l * table_stride + c); };
+  const auto levels = [&](auto d, int l, std::int64_t c)
+                          HWY_ATTR { return hn::LoadU(d, table + l * table_stride + c); };
   for (std::int64_t row = 0; row < rows; ++row, slices += step, out += out_stride) {
     if (bits <= kBlendBits) {
       ChooseRowOf<T>(bits, slices, columns, levels, out);
@@ -140,8 +141,8 @@ void LookUpRows(const std::uint8_t* slices, std::int64_t rows, std::int64_t colu
   const auto step = static_cast<std::int64_t>(slice_bytes(columns, bits));
   for (std::int64_t row = 0; row < rows; ++row, slices += step, out += out_stride, table += 1 << bits) {
     if (bits <= kBlendBits) {
-      ChooseRowOf<T>(bits, slices, columns, [&](auto d, int l, std::int64_t) HWY_ATTR { return hn::Set(d, table[l]); },
-                     out);
+      ChooseRowOf<T>(
+          bits, slices, columns, [&](auto d, int l, std::int64_t) HWY_ATTR { return hn::Set(d, table[l]); }, out);
     } else {
       ForEachCode(slices, columns, bits, [&](std::int64_t c, std::uint8_t code) { out[c] = table[code]; });
     }
