@@ -17,7 +17,8 @@ struct ChannelRanks {
 };
 
 // keys [S, D]: channels by variance, descending, ties to the lower channel; the first max(1, trunc(D * hi_fraction))
-// are hi. A NaN variance ranks last. Error(invalid_argument) when hi_fraction is NaN.
+// are hi. Error(invalid_argument) when hi_fraction is not finite, Error(not_finite) when a channel holds NaN or
+// infinity.
 ChannelRanks rank_channels_by_sensitivity(const ConstArray& keys, double hi_fraction = 0.25);
 
 // out [S, D] = keys quantized and reconstructed: hi channels at hi_bit, lo channels at lo_bit, the others as they are;
@@ -31,7 +32,8 @@ void quantize_mixed_channels(const ConstArray& keys, const std::vector<std::int6
 void compute_running_variance(const ConstArray& key_sum, const ConstArray& key_sq_sum, std::int64_t n,
                               const Array& variance);
 
-// mask [N, D] (0 or 1) from variance [N, D]: the ranking of rank_channels_by_sensitivity, row by row.
+// mask [N, D] (0 or 1) from variance [N, D]: the ranking of rank_channels_by_sensitivity, row by row;
+// a NaN variance ranks last.
 void hi_mask_from_variance_batched(const ConstArray& variance, double hi_fraction, const Strided<std::uint8_t>& mask);
 
 // quantize_mixed_channels over keys [N, S, D] with mask [N, D].

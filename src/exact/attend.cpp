@@ -17,10 +17,23 @@ std::size_t size(std::int64_t count) {
   return static_cast<std::size_t>(count);
 }
 
+class SequenceSource final : public RowSource {
+ public:
+  explicit SequenceSource(const Sequence& sequence) : sequence_(sequence) {}
+  SideShape shape() const override { return sequence_.shape(); }
+  std::int64_t tokens() const override { return sequence_.tokens(); }
+  void read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const override {
+    sequence_.read(head, first, count, out, stride);
+  }
+
+ private:
+  const Sequence& sequence_;
+};
+
 // The query vectors of one KV head: vector n is query row n / group of query head head * group + n % group.
 class HeadAttention {
  public:
-  HeadAttention(const Sequence& keys, const Sequence& values, const ConstArray& queries, float scale, bool causal)
+  HeadAttention(const RowSource& keys, const RowSource& values, const ConstArray& queries, float scale, bool causal)
       : keys_(keys),
         values_(values),
         rows_(queries.extent[2]),
@@ -101,8 +114,8 @@ class HeadAttention {
                            static_cast<int>(count), scores_.data(), kTile, vectors, output_.data(), width_});
   }
 
-  const Sequence& keys_;
-  const Sequence& values_;
+  const RowSource& keys_;
+  const RowSource& values_;
   std::int64_t rows_;
   std::int64_t group_;
   std::int64_t vectors_;
@@ -155,6 +168,11 @@ void check_side(const char* name, const SideShape& shape, const ConstArray& x) {
 }  // namespace
 
 void attend(const Sequence& keys, const Sequence& values, const ConstArray& queries, const Array& out,
+            const ReferenceAttentionOptions& options) {
+  attend(SequenceSource(keys), SequenceSource(values), queries, out, options);
+}
+
+void attend(const RowSource& keys, const RowSource& values, const ConstArray& queries, const Array& out,
             const ReferenceAttentionOptions& options) {
   base::require(keys.tokens() > 0, ErrorCode::invalid_argument, "attend needs a cache with tokens; this one is empty");
   check_queries(keys.shape(), values.shape(), queries, out);

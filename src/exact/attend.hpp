@@ -6,6 +6,20 @@
 
 namespace kvant::exact {
 
+// One side of a cache as attention reads it.
+class RowSource {
+ public:
+  virtual ~RowSource() = default;
+  virtual SideShape shape() const = 0;
+  virtual std::int64_t tokens() const = 0;
+  // Rows first..first+count-1 of a head as float, `stride` floats apart.
+  virtual void read(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
+                    std::int64_t stride) const = 0;
+};
+
+// ReferenceCache::attend over any two sides of the same length and heads.
+void attend(const RowSource& keys, const RowSource& values, const ConstArray& queries, const Array& out,
+            const ReferenceAttentionOptions& options);
 // ReferenceCache::attend over sequences of the same length and heads.
 void attend(const Sequence& keys, const Sequence& values, const ConstArray& queries, const Array& out,
             const ReferenceAttentionOptions& options);

@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include "base/threads.hpp"
-
 namespace kvant::exact {
 namespace {
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/aligned.hpp"
+#include "base/threads.hpp"
 #include "exact/elements.hpp"
 
 namespace kvant::exact {
@@ -94,7 +95,7 @@ class Sequence {
   void append_rows(const ConstArray& x, int threads);
   // Appends `count` rows that fill(head, row, float* out) computes, row = 0..count-1.
   template <typename Fill>
-  void append_rows(std::int64_t count, const Fill& fill);
+  void append_rows(std::int64_t count, int threads, const Fill& fill);
 
   // Keeps the first `tokens` tokens.
   void shorten(std::int64_t tokens);
@@ -143,15 +144,15 @@ void Sequence::extend_rows(std::int64_t count, const Visit& visit) {
 }
 
 template <typename Fill>
-void Sequence::append_rows(std::int64_t count, const Fill& fill) {
-  std::vector<float> row(static_cast<std::size_t>(shape_.dim));
+void Sequence::append_rows(std::int64_t count, int threads, const Fill& fill) {
   extend_rows(count, [&](RowBlock& block, std::int64_t at, std::int64_t first, std::int64_t rows) {
-    for (std::int64_t head = 0; head < shape_.all_heads(); ++head) {
+    base::parallel_for(shape_.all_heads(), threads, [&](std::int64_t head, int) {
+      std::vector<float> row(static_cast<std::size_t>(shape_.dim));
       for (std::int64_t r = 0; r < rows; ++r) {
         fill(head, first + r, row.data());
         block.write(head, at + r, row.data());
       }
-    }
+    });
   });
 }
 
