@@ -78,7 +78,7 @@ class KVQuantKVCache final : public ReferenceCache {
   std::int64_t fp16_value_bytes() const;
   double effective_bits() const;
 
-  // null data (extents 0) where the reference has None; valid until the next call that changes the cache.
+  // Rank 0 where the reference has None; valid until the next call that changes the cache.
   Strided<const float> key_outlier_thresh() const;  // [1, D]
   Strided<const float> key_levels() const;          // [H, L, D]
   Strided<const float> value_levels() const;        // [L, S] of the last call, batch element 0, head 0

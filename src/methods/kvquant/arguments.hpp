@@ -42,11 +42,6 @@ inline void require_fraction(const char* name, double fraction) {
   base::fail(ErrorCode::invalid_argument, std::string(name) + " = nan is not a number");
 }
 
-inline void require_samples(std::int64_t rows) {
-  if (rows >= 1) return;
-  base::fail(ErrorCode::invalid_argument, "x has 0 samples; a level fit needs at least 1");
-}
-
 // levels [L, D] or [B, L, D] with 1..256 levels, for blocks of `shape`.
 inline void require_levels(const ConstArray& levels, int rank, const BlockShape& shape) {
   exact::require_rank("levels", levels.rank, rank);

@@ -72,6 +72,11 @@ inline void require_finite(const char* name, const float* x, std::int64_t n) {
   }
 }
 
+inline void require_samples(std::int64_t rows) {
+  if (rows >= 1) return;
+  base::fail(ErrorCode::invalid_argument, "x has 0 samples; a level fit needs at least 1");
+}
+
 // Rows [N, D] of x at [batch][head], checked to be finite.
 inline void load_rows(const char* name, const ConstArray& x, std::int64_t batch, std::int64_t head, Matrix& out) {
   for (std::int64_t r = 0; r < out.rows(); ++r) {

@@ -79,6 +79,13 @@ void MarkOutliers(const Columns& in, std::int64_t k, std::uint8_t* mask, float* 
   }
 }
 
+void NthLargest(const Columns& in, std::int64_t k, float* out, float* scratch) {
+  const F d;
+  for (std::int64_t first = 0; first < in.columns; first += LaneCount()) {
+    hn::StoreU(hn::Load(d, Largest(in.x + first, in.rows, in.stride, k, scratch)), d, out + first);
+  }
+}
+
 void FillOutliers(const Columns& in, const std::uint8_t* mask, float* out) {
   const F d;
   const hn::RebindToSigned<F> di;
@@ -258,6 +265,7 @@ void Encode(const Columns& in, int level_count, const float* levels, std::uint8_
 void FillNuq(NuqKernels& k) {
   k.name = hwy::TargetName(HWY_TARGET);
   k.mark_outliers = MarkOutliers;
+  k.nth_largest = NthLargest;
   k.fill_outliers = FillOutliers;
   k.fit = Fit;
   k.encode = Encode;

@@ -37,7 +37,9 @@ struct NuqKernels {
   // mask[row * stride + column] = 1 for the k largest |x| of each column, ties to the lower row; 0 elsewhere.
   // 1 <= k <= rows. scratch: float_scratch(rows, k) floats.
   void (*mark_outliers)(const Columns& in, std::int64_t k, std::uint8_t* mask, float* scratch) = nullptr;
-  // out = mask ? mean of the column : x
+  // out[column] = the k-th largest |x| of the column
+  void (*nth_largest)(const Columns& in, std::int64_t k, float* out, float* scratch) = nullptr;
+  // out (may be x) = mask ? mean of the column : x
   void (*fill_outliers)(const Columns& in, const std::uint8_t* mask, float* out) = nullptr;
   // levels[l * in.stride + column], ascending. scratch as above (k = 0).
   void (*fit)(const Columns& in, int level_count, std::int64_t sweeps, float* levels, float* scratch) = nullptr;
