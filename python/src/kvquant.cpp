@@ -80,7 +80,7 @@ double distortion(const In& x, const In& levels) {
 
 // A table of the cache: its shape, or None where the reference has None.
 nb::object shape_of(const Strided<const float>& table) {
-  if (table.data == nullptr) return nb::none();
+  if (table.rank == 0) return nb::none();
   nb::list shape;
   for (int axis = 0; axis < table.rank; ++axis) shape.append(table.extent[static_cast<std::size_t>(axis)]);
   return nb::tuple(shape);
