@@ -25,8 +25,9 @@ class ReferenceCache:
     _core_class: ClassVar[Any]
 
     def __init__(self, config: Any) -> None:
+        self._config = to_core(config)
         try:
-            self._core = self._core_class(to_core(config))
+            self._core = self._core_class(self._config)
         except Error as error:
             raise QuantizerConfigError(f"{type(self).__name__}: {error}") from None
         self._lock = threading.Lock()
@@ -116,6 +117,25 @@ class ReferenceCache:
         """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` before the first."""
         with self._lock:
             return (None, None) if self._shape is None else self._fetch()
+
+    @property
+    def state(self) -> tuple[Any, Any, int]:
+        """``(keys, values, offset)`` with the rows of :meth:`keys_and_values`, as ``mlx_lm``'s plain cache has it.
+
+        Every read decodes the cache. Only the state of an empty cache can be set, which empties this one: decoded rows
+        do not tell the codes that they came from, so the packed form could not be had back from them.
+        """
+        keys, values = self.keys_and_values()
+        return keys, values, self.offset
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state and (state[0] is not None or state[2]):
+            raise Error(f"state: {type(self).__name__} cannot be made from decoded rows; keep the object itself")
+        with self._lock:
+            fresh = self._core_class(self._config)
+            fresh.threads = self._core.threads
+            self._core, self._kinds, self._shape = fresh, None, None
 
     def attend(self, queries: Any, scale: float | None = None, causal: bool = True, threads: int = 0) -> Any:
         """Attention over the stored tokens, computed from the packed codes; no row is decoded to memory.

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile(
     "kvant",
     deadline=None,
-    max_examples=int(os.environ.get("KVANT_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("KVANT_EXAMPLES", "150")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     print_blob=True,
 )

@@ -14,6 +14,7 @@ REFUSED = {
     "kitty_cache/27": "trim",  # a negative trim
     "kvquant_cache/44": "trim",
     "zipcache_cache/23": "trim",
+    "kvquant_cache/46": "update_and_fetch",  # NaN and infinity
 }
 # Constructions that the reference accepts and kvant refuses.
 REFUSED_CONFIG = {"construct/497", "construct/499", "construct/500", "construct/504"}

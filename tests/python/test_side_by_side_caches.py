@@ -7,7 +7,7 @@ pytest.importorskip("veloxquant_mlx", reason="pip install mlx-cpu mlx veloxquant
 
 import random_arrays as ra
 from bits import assert_bits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from veloxquant_mlx.cache.base import KVCacheConfig as TheirConfig
 from veloxquant_mlx.cache.base import KVCacheFactory
@@ -115,15 +115,18 @@ def test_zipcache(options, shape, value_dim, key_type, value_type, seed, kind, p
     drive("zipcache", options, shape, value_dim, (key_type, value_type), seed, kind, prefill, history)
 
 
-@given(kvquant_options, shapes, ra.dtypes, ra.dtypes, ra.seeds, ra.value_kinds, prefills, calls.map(
-    lambda history: [call for call in history if call != ("update", 0)]
-))
-def test_kvquant(options, shape, key_type, value_type, seed, kind, prefill, history):
-    drive("kvquant", options, shape, shape[2], (key_type, value_type), seed, kind, prefill, history)
+@given(kvquant_options, shapes, ra.dtypes, ra.seeds, ra.value_kinds, prefills, calls)
+def test_kvquant(options, shape, dtype, seed, kind, prefill, history):
+    # The reference fails on a call without tokens. Keys and values of two types are refused (test_errors.py).
+    history = [call for call in history if call != ("update", 0)]
+    drive("kvquant", options, shape, shape[2], (dtype, dtype), seed, kind, prefill, history)
 
 
-@given(ra.seeds, st.integers(1, 3), st.booleans())
-def test_kvquant_from_single_tokens(seed, bits, refit):
+@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("refit", [0, 9])
+@settings(max_examples=2)
+@given(seed=ra.seeds)
+def test_kvquant_from_single_tokens(bits, refit, seed):
     """Keys stay exact until there are enough samples, then are fit."""
-    options = {"kvquant_bits": bits, "kvquant_refit_interval": 9 if refit else 0}
+    options = {"kvquant_bits": bits, "kvquant_refit_interval": refit}
     drive("kvquant", options, (1, 2, 8), 8, ("f16", "f16"), seed, "normal", 1, [("update", 1)] * (16 * 2**bits + 12))
