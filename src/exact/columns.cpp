@@ -1,4 +1,5 @@
-// Plain loops, vectorised by the compiler once per instruction set: Highway supplies the targets and the dispatch.
+// Loops over columns, once per instruction set: most are plain and vectorised by the compiler, the others use Highway,
+// which supplies the targets and the dispatch.
 #include "exact/columns.hpp"
 
 #include <cstring>
@@ -13,6 +14,7 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace kvant::exact::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr float kSmallestScale = 1e-8F;
 // Adding and subtracting 1.5 * 2^23 rounds 0..255 to the nearest integer, ties to even, as rintf does.
@@ -38,19 +40,31 @@ void Multiply(float factor, std::int64_t n, float* HWY_RESTRICT x) {
   for (std::int64_t c = 0; c < n; ++c) x[c] *= factor;
 }
 
+// Columns [c, c + lanes of D) of MinMax: minimum and maximum stay in registers over the rows.
+template <class D>
+void MinMaxLanes(D d, const float* const* rows, std::int64_t n_rows, std::int64_t c, float* min, float* max) {
+  auto low = hn::LoadU(d, rows[0] + c);
+  auto high = low;
+  auto known = low;  // becomes NaN with the first NaN row; the comparisons below skip NaN
+  for (std::int64_t r = 1; r < n_rows; ++r) {
+    const auto x = hn::LoadU(d, rows[r] + c);
+    low = hn::IfThenElse(hn::Lt(x, low), x, low);
+    high = hn::IfThenElse(hn::Gt(x, high), x, high);
+    known = hn::IfThenElse(hn::Eq(x, x), known, x);
+  }
+  const auto is_known = hn::Eq(known, known);
+  hn::StoreU(hn::IfThenElse(is_known, low, known), d, min + c);
+  hn::StoreU(hn::IfThenElse(is_known, high, known), d, max + c);
+}
+
 void MinMax(const float* const* rows, std::int64_t n_rows, std::int64_t n, float* HWY_RESTRICT min,
             float* HWY_RESTRICT max) {
-  std::memcpy(min, rows[0], static_cast<std::size_t>(n) * sizeof(float));
-  std::memcpy(max, rows[0], static_cast<std::size_t>(n) * sizeof(float));
-  for (std::int64_t r = 1; r < n_rows; ++r) {
-    const float* HWY_RESTRICT x = rows[r];
-    for (std::int64_t c = 0; c < n; ++c) {
-      const float low = x[c] < min[c] ? x[c] : min[c];
-      const float high = x[c] > max[c] ? x[c] : max[c];
-      min[c] = x[c] != x[c] ? x[c] : low;  // comparisons with NaN are false: a NaN once stored stays
-      max[c] = x[c] != x[c] ? x[c] : high;
-    }
-  }
+  const hn::CappedTag<float, 16> d;
+  const hn::CappedTag<float, 1> one;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t c = 0;
+  for (; c + lanes <= n; c += lanes) MinMaxLanes(d, rows, n_rows, c, min, max);
+  for (; c < n; ++c) MinMaxLanes(one, rows, n_rows, c, min, max);
 }
 
 void Grid(const float* HWY_RESTRICT min, const float* HWY_RESTRICT max, const float* HWY_RESTRICT levels,
@@ -79,32 +93,59 @@ void Decode(const std::uint8_t* HWY_RESTRICT codes, const float* HWY_RESTRICT mi
   }
 }
 
+// Columns [c, c + lanes of D) of Slice.
+template <class D>
+void SliceLanes(D d, const std::uint8_t* rows, std::int64_t row_stride, int shift, int bits, std::int64_t c,
+                std::uint8_t* planes, std::int64_t plane_stride) {
+  for (int b = 0; b < bits; ++b) {
+    const auto bit = hn::Set(d, static_cast<std::uint8_t>(1U << (shift + b)));
+    auto word = hn::Zero(d);
+    for (int r = 0; r < 8; ++r) {
+      const auto set = hn::TestBit(hn::LoadU(d, rows + r * row_stride + c), bit);
+      word = hn::Or(word, hn::IfThenElseZero(set, hn::Set(d, static_cast<std::uint8_t>(1U << r))));
+    }
+    hn::StoreU(word, d, planes + b * plane_stride + c);
+  }
+}
+
 void Slice(const std::uint8_t* rows, std::int64_t row_stride, int shift, int bits, std::int64_t n, std::uint8_t* planes,
            std::int64_t plane_stride) {
-  for (int b = 0; b < bits; ++b) {
-    std::uint8_t* HWY_RESTRICT plane = planes + b * plane_stride;
-    const int bit = shift + b;
-    for (std::int64_t c = 0; c < n; ++c) {
-      const std::uint8_t* HWY_RESTRICT at = rows + c;
-      unsigned word = 0;
-      for (int r = 0; r < 8; ++r) word |= ((at[r * row_stride] >> bit) & 1U) << r;
-      plane[c] = static_cast<std::uint8_t>(word);
+  const hn::CappedTag<std::uint8_t, 64> d;
+  const hn::CappedTag<std::uint8_t, 8> few;
+  const hn::CappedTag<std::uint8_t, 1> one;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t c = 0;
+  for (; c + lanes <= n; c += lanes) SliceLanes(d, rows, row_stride, shift, bits, c, planes, plane_stride);
+  for (; c + 8 <= n; c += 8) SliceLanes(few, rows, row_stride, shift, bits, c, planes, plane_stride);
+  for (; c < n; ++c) SliceLanes(one, rows, row_stride, shift, bits, c, planes, plane_stride);
+}
+
+// Columns [c, c + lanes of D) of Unslice.
+template <class D>
+void UnsliceLanes(D d, const std::uint8_t* planes, std::int64_t plane_stride, int shift, int bits, std::int64_t c,
+                  std::uint8_t* rows, std::int64_t row_stride) {
+  for (int r = 0; r < 8; ++r) {
+    const auto row_bit = hn::Set(d, static_cast<std::uint8_t>(1U << r));
+    std::uint8_t* row = rows + r * row_stride + c;
+    auto code = shift == 0 ? hn::Zero(d) : hn::LoadU(d, row);
+    for (int b = 0; b < bits; ++b) {
+      const auto set = hn::TestBit(hn::LoadU(d, planes + b * plane_stride + c), row_bit);
+      code = hn::Or(code, hn::IfThenElseZero(set, hn::Set(d, static_cast<std::uint8_t>(1U << (shift + b)))));
     }
+    hn::StoreU(code, d, row);
   }
 }
 
 void Unslice(const std::uint8_t* planes, std::int64_t plane_stride, int shift, int bits, std::int64_t n,
              std::uint8_t* rows, std::int64_t row_stride) {
-  for (int b = 0; b < bits; ++b) {
-    const std::uint8_t* HWY_RESTRICT plane = planes + b * plane_stride;
-    const int bit = shift + b;
-    for (int r = 0; r < 8; ++r) {
-      std::uint8_t* HWY_RESTRICT row = rows + r * row_stride;
-      for (std::int64_t c = 0; c < n; ++c) {
-        row[c] = static_cast<std::uint8_t>(row[c] | (((plane[c] >> r) & 1U) << bit));
-      }
-    }
-  }
+  const hn::CappedTag<std::uint8_t, 64> d;
+  const hn::CappedTag<std::uint8_t, 8> few;
+  const hn::CappedTag<std::uint8_t, 1> one;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t c = 0;
+  for (; c + lanes <= n; c += lanes) UnsliceLanes(d, planes, plane_stride, shift, bits, c, rows, row_stride);
+  for (; c + 8 <= n; c += 8) UnsliceLanes(few, planes, plane_stride, shift, bits, c, rows, row_stride);
+  for (; c < n; ++c) UnsliceLanes(one, planes, plane_stride, shift, bits, c, rows, row_stride);
 }
 
 ColumnKernels Table() {

@@ -30,7 +30,7 @@ struct ColumnKernels {
   // planes[b][c], b < bits: bit r is bit `shift + b` of rows[r][c], r < 8 (missing rows: zero rows).
   void (*slice)(const std::uint8_t* rows, std::int64_t row_stride, int shift, int bits, std::int64_t n,
                 std::uint8_t* planes, std::int64_t plane_stride) = nullptr;
-  // The inverse of slice: ORs the bits into 8 rows.
+  // The inverse of slice: with shift 0 it writes 8 rows, else it ORs the bits into them.
   void (*unslice)(const std::uint8_t* planes, std::int64_t plane_stride, int shift, int bits, std::int64_t n,
                   std::uint8_t* rows, std::int64_t row_stride) = nullptr;
 };

@@ -17,6 +17,8 @@ Widths Widths::uniform(std::int64_t columns, int bits) {
 
 Widths Widths::mixed(std::span<const std::uint8_t> mask, int hi_bits, int lo_bits) {
   Widths widths{std::min(hi_bits, lo_bits), std::abs(hi_bits - lo_bits), {}, {}};
+  widths.bits.reserve(mask.size());
+  widths.wide.reserve(mask.size());
   for (std::size_t c = 0; c < mask.size(); ++c) {
     const int bits = mask[c] != 0 ? hi_bits : lo_bits;
     widths.bits.push_back(static_cast<std::uint8_t>(bits));
@@ -87,7 +89,6 @@ PackedReader::PackedReader(const PackedLayout& layout, const Widths& widths, con
 void PackedReader::load_chunk(std::int64_t chunk) {
   const auto* planes = reinterpret_cast<const std::uint8_t*>(data_ + chunk * layout_.chunk_bytes);
   const std::int64_t n = layout_.columns;
-  std::fill(codes_.begin(), codes_.end(), std::uint8_t{0});
   columns().unslice(planes, n, 0, widths_.common, n, codes_.data(), n);
   if (!widths_.wide.empty()) {
     const std::uint8_t* from = planes + widths_.common * n;

@@ -5,7 +5,7 @@
 namespace kvant::exact {
 namespace {
 
-constexpr std::int64_t kRowsAtOnce = 32;  // rows decoded into scratch before they are narrowed
+constexpr std::int64_t kRowsAtOnce = 128;  // rows decoded into scratch before they are narrowed
 
 // Rounds floats to what `type` can hold.
 void round_to(DType type, float* x, std::int64_t n, std::vector<std::uint16_t>& scratch) {
@@ -25,7 +25,7 @@ void Block::read(std::int64_t head, std::int64_t first, std::int64_t count, floa
 
 void Block::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out, std::int64_t at) const {
   const bool rounds_once = out.type == shape_.type;
-  std::vector<float> rows(static_cast<std::size_t>(kRowsAtOnce * shape_.dim));
+  std::vector<float> rows(static_cast<std::size_t>(std::min(kRowsAtOnce, count) * shape_.dim));
   for (std::int64_t done = 0; done < count; done += kRowsAtOnce) {
     const std::int64_t n = std::min(kRowsAtOnce, count - done);
     if (rounds_once) {

@@ -133,15 +133,15 @@ struct Statistics {
 // read(head, first, count, float* out) gives rows of one batch element and head.
 template <typename Read>
 Statistics sum_rows(const exact::SideShape& shape, std::int64_t tokens, int threads, const Read& read) {
-  constexpr std::int64_t kRows = 32;
+  const std::int64_t at_once = std::min<std::int64_t>(128, tokens);
   const exact::ColumnKernels& kernels = exact::columns();
   Statistics result{std::vector<float>(size(shape.heads * shape.dim)),
                     std::vector<float>(size(shape.heads * shape.dim))};
   base::parallel_for(shape.heads, threads, [&](std::int64_t head, int) {
-    std::vector<float> rows(size(kRows * shape.dim));
-    std::vector<float> mean(size(kRows * shape.dim));
-    for (std::int64_t first = 0; first < tokens; first += kRows) {
-      const std::int64_t count = std::min(kRows, tokens - first);
+    std::vector<float> rows(size(at_once * shape.dim));
+    std::vector<float> mean(size(at_once * shape.dim));
+    for (std::int64_t first = 0; first < tokens; first += at_once) {
+      const std::int64_t count = std::min(at_once, tokens - first);
       std::fill(mean.begin(), mean.end(), 0.0F);
       for (std::int64_t b = 0; b < shape.batch; ++b) {
         read(b * shape.heads + head, first, count, rows.data());
