@@ -50,31 +50,34 @@ void RowBlock::write(std::int64_t head, std::int64_t token, const float* values)
 }
 
 void RowBlock::copy(std::int64_t head, std::int64_t at, const ConstArray& x, std::int64_t from, std::int64_t count) {
-  std::vector<float> values(static_cast<std::size_t>(shape().dim));
-  for (std::int64_t r = 0; r < count; ++r) {
-    const ConstRow source = row_of(x, head / shape().heads, head % shape().heads, from + r);
-    if (source.type == shape().type && source.stride == 1) {
-      const auto* bytes =
-          static_cast<const std::byte*>(source.data) + source.first * static_cast<std::int64_t>(size_of(source.type));
-      std::memcpy(row(head, at + r), bytes, shape().row_bytes());
-    } else {
-      source.load(values.data());
+  const auto source = [&](std::int64_t r) { return row_of(x, head / shape().heads, head % shape().heads, from + r); };
+  if (x.type != shape().type || x.stride[3] != 1) {
+    std::vector<float> values(static_cast<std::size_t>(shape().dim));
+    for (std::int64_t r = 0; r < count; ++r) {
+      source(r).load(values.data());
       write(head, at + r, values.data());
     }
+    return;
+  }
+  const std::int64_t together = x.stride[2] == shape().dim ? count : 1;  // rows that follow each other in x
+  for (std::int64_t r = 0; r < count; r += together) {
+    const auto* bytes =
+        static_cast<const std::byte*>(x.data) + source(r).first * static_cast<std::int64_t>(size_of(x.type));
+    std::memcpy(row(head, at + r), bytes, static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
 void RowBlock::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out,
                      std::int64_t at) const {
-  const Row target = row_of(out, head / shape().heads, head % shape().heads, at);
-  if (target.type != shape().type || target.stride != 1) {
+  if (out.type != shape().type || out.stride[3] != 1) {
     Block::store(head, first, count, out, at);
     return;
   }
-  for (std::int64_t r = 0; r < count; ++r) {
-    const Row next = row_of(out, head / shape().heads, head % shape().heads, at + r);
-    auto* bytes = static_cast<std::byte*>(next.data) + next.first * static_cast<std::int64_t>(size_of(next.type));
-    std::memcpy(bytes, row(head, first + r), shape().row_bytes());
+  const std::int64_t together = out.stride[2] == shape().dim ? count : 1;  // rows that follow each other in out
+  for (std::int64_t r = 0; r < count; r += together) {
+    const Row target = row_of(out, head / shape().heads, head % shape().heads, at + r);
+    auto* bytes = static_cast<std::byte*>(out.data) + target.first * static_cast<std::int64_t>(size_of(out.type));
+    std::memcpy(bytes, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
