@@ -132,8 +132,8 @@ class Array:
             self.shape, self.dtype = _core.describe(self.view)
         except TypeError:
             raise TypeError(
-                f"{name} is a {type(array).__module__}.{type(array).__qualname__}: neither DLPack nor the buffer protocol "
-                "reads it as an array"
+                f"{name} is a {type(array).__module__}.{type(array).__qualname__}: "
+                "neither DLPack nor the buffer protocol reads it as an array"
             ) from None
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Result:

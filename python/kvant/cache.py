@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar
 
-from . import _core
 from ._arrays import Kind, read_floats
 from .config import to_core
 from .errors import Error, QuantizerConfigError
@@ -46,6 +45,9 @@ class ReferenceCache:
 
     def __len__(self) -> int:
         return self._core.offset
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled")
 
     def __bool__(self) -> bool:
         return True  # mlx_lm asks `if cache` for "is there one"
@@ -114,7 +116,7 @@ class ReferenceCache:
         return keys, values
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` before the first."""
+        """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` at first."""
         with self._lock:
             return (None, None) if self._shape is None else self._fetch()
 
@@ -177,4 +179,4 @@ class ReferenceCache:
         """The mask of a call with new tokens: ``mlx_lm.models.cache.create_attention_mask`` at this offset."""
         from mlx_lm.models.cache import create_attention_mask
 
-        return create_attention_mask(*args, offset=self.offset, **kwargs)
+        return create_attention_mask(*args, **{"offset": self.offset, **kwargs})

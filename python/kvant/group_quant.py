@@ -44,7 +44,7 @@ def _dequant_codes(codes: Any, scale: Any, zero: Any, n: int, group_size: int, r
     parts += [part.reshape(*batch, groups, 1, columns) for part in (scale, zero)]
     views = [read(part, name, rank + 1) for part, name in zip(parts, ("codes", "scale", "zero"))]
     out = views[0].empty((*batch, n, columns), "f32")
-    _core.group_dequant_codes(*(view.view for view in views), out.target, rank)
+    _core.group_dequant_codes(*(view.view for view in views), out.target, rank=rank)
     return out.array
 
 

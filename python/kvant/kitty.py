@@ -8,7 +8,8 @@ type or a number outside its range, and works on the CPU without the GIL.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from . import _core
 from ._arrays import read, read_floats

@@ -36,7 +36,7 @@ class DenseSparse(NamedTuple):
 def _split(x: Any, outlier_fraction: float, rank: int) -> DenseSparse:
     a = read_floats(x, "x", rank)
     parts = [a.empty(a.shape, dtype) for dtype in ("f32", "bool", "f32")]
-    _core.split_dense_sparse(a.view, outlier_fraction, *(part.target for part in parts), rank)
+    _core.split_dense_sparse(a.view, outlier_fraction, *(part.target for part in parts), rank=rank)
     return DenseSparse(*(part.array for part in parts))
 
 

@@ -56,7 +56,12 @@ _STATE_ARRAYS = {
 def _to_core(state: ZipCacheState) -> _core.ZipCacheState:
     arrays = [read(getattr(state, name), name, rank).view for name, rank in _STATE_ARRAYS.items()]
     return _core.ZipCacheState.make(
-        *arrays, state.hi_bits, state.lo_bits, state.seq_len, state.head_dim, state.group_size
+        *arrays,
+        hi_bits=state.hi_bits,
+        lo_bits=state.lo_bits,
+        seq_len=state.seq_len,
+        head_dim=state.head_dim,
+        group_size=state.group_size,
     )
 
 
@@ -149,7 +154,12 @@ def zipcache_compress(
     parts.append(a.empty((rows,), "bool"))
     state.read(*(part.target for part in parts))
     return ZipCacheState(
-        *(part.array for part in parts), state.hi_bits, state.lo_bits, state.seq_len, state.head_dim, state.group_size
+        *(part.array for part in parts),
+        hi_bits=state.hi_bits,
+        lo_bits=state.lo_bits,
+        seq_len=state.seq_len,
+        head_dim=state.head_dim,
+        group_size=state.group_size,
     )
 
 

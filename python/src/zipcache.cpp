@@ -139,8 +139,12 @@ void bind_zipcache(nb::module_& module) {
              nb::arg("lo_bits"), nb::arg("hi_fraction"), nb::arg("group_size"));
 
   nb::class_<ZipCacheState>(module, "ZipCacheState")
-      .def_static("make", &make_state)
-      .def("read", &read_state)
+      .def_static("make", &make_state, nb::arg("hi_codes"), nb::arg("hi_scales"), nb::arg("hi_zeros"),
+                  nb::arg("lo_codes"), nb::arg("lo_scales"), nb::arg("lo_zeros"), nb::arg("hi_mask"),
+                  nb::arg("hi_bits"), nb::arg("lo_bits"), nb::arg("seq_len"), nb::arg("head_dim"),
+                  nb::arg("group_size"))
+      .def("read", &read_state, nb::arg("hi_codes"), nb::arg("hi_scales"), nb::arg("hi_zeros"), nb::arg("lo_codes"),
+           nb::arg("lo_scales"), nb::arg("lo_zeros"), nb::arg("hi_mask"))
       .def_prop_ro("n_hi", &count_salient)
       .def_ro("hi_bits", &ZipCacheState::hi_bits)
       .def_ro("lo_bits", &ZipCacheState::lo_bits)

@@ -41,4 +41,7 @@ def assert_bits(got, want, what="", signed_zero=True):
             same |= (wide_got == 0) & (wide_want == 0)
     if not same.all():
         first = tuple(int(i) for i in np.argwhere(~same)[0])
-        raise AssertionError(f"{what}: {np.count_nonzero(~same)} of {same.size} differ, first at {first}: {got[first]!r}, not {want[first]!r}")
+        raise AssertionError(
+            f"{what}: {np.count_nonzero(~same)} of {same.size} differ, "
+            f"first at {first}: {got[first]!r}, not {want[first]!r}"
+        )

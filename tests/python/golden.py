@@ -9,7 +9,14 @@ import ml_dtypes
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "I32": np.int32, "BOOL": np.bool_}
+TYPES = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "BOOL": np.bool_,
+}
 
 
 def folder():

@@ -11,7 +11,9 @@ seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES))
 # Fractions that round, truncate and tie in every way, and any other.
 fractions = st.one_of(
-    st.sampled_from([0.0, 0.01, 0.07, 0.1, 0.125, 0.14, 0.2, 0.25, 0.28, 0.29, 0.3, 0.5, 0.55, 0.57, 0.58, 0.7, 0.9, 1.0]),
+    st.sampled_from(
+        [0.0, 0.01, 0.07, 0.1, 0.125, 0.14, 0.2, 0.25, 0.28, 0.29, 0.3, 0.5, 0.55, 0.57, 0.58, 0.7, 0.9, 1.0]
+    ),
     st.floats(0, 1, allow_nan=False),
 )
 group_sizes = st.one_of(st.sampled_from([1, 2, 16, 31, 32, 33, 64]), st.integers(1, 80))
@@ -28,7 +30,9 @@ def to_mlx(array):
 
 
 arrays = {
-    2: lambda rows, columns: st.builds(lambda seed, n, d, t, k: make(seed, (n, d), t, k), seeds, rows, columns, dtypes, value_kinds),
+    2: lambda rows, columns: st.builds(
+        lambda seed, n, d, t, k: make(seed, (n, d), t, k), seeds, rows, columns, dtypes, value_kinds
+    ),
     3: lambda batch, rows, columns: st.builds(
         lambda seed, b, n, d, t, k: make(seed, (b, n, d), t, k), seeds, batch, rows, columns, dtypes, value_kinds
     ),

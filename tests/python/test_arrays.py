@@ -2,13 +2,12 @@
 
 import array
 
+import kvant
 import ml_dtypes
 import numpy as np
 import pytest
 from bits import assert_bits, to_numpy
 from random_arrays_numpy import DTYPES, make
-
-import kvant
 
 try:
     import mlx.core as mx
@@ -101,7 +100,10 @@ def test_functions(framework, dtype, strides):
 def test_numpy_strides(view, dtype):
     """Negative strides, strides of zero and column-major order."""
     x = view(X.astype(DTYPES[dtype]))
-    assert_bits(kvant.kitty.quantize_mixed_channels(x, [0, 2], [1]), kvant.kitty.quantize_mixed_channels(x.copy("C"), [0, 2], [1]))
+    assert_bits(
+        kvant.kitty.quantize_mixed_channels(x, [0, 2], [1]),
+        kvant.kitty.quantize_mixed_channels(x.copy("C"), [0, 2], [1]),
+    )
 
 
 @frameworks

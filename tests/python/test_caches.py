@@ -2,12 +2,11 @@
 
 import threading
 
+import kvant
 import numpy as np
 import pytest
 from bits import assert_bits
 from random_arrays_numpy import make
-
-import kvant
 
 METHODS = ["kitty", "kvquant", "zipcache"]
 
@@ -91,7 +90,12 @@ def test_threads_do_not_change_a_bit(method):
         cache.threads = threads
         assert cache.threads == threads
         cache.update_and_fetch(block(200, dim=32, seed=3), block(200, dim=32, seed=4))
-        results.append((*cache.update_and_fetch(block(3, dim=32), block(3, dim=32)), cache.attend(block(2, dim=32), threads=threads)))
+        results.append(
+            (
+                *cache.update_and_fetch(block(3, dim=32), block(3, dim=32)),
+                cache.attend(block(2, dim=32), threads=threads),
+            )
+        )
     for one, four in zip(*results):
         assert_bits(one, four)
 

@@ -2,9 +2,8 @@
 
 import types
 
-import pytest
-
 import kvant
+import pytest
 
 BAD = [
     ("kitty", "kitty_hi_fraction", 1.5),

@@ -1,12 +1,14 @@
 """Bad arguments: typed errors that name the argument, and objects that are unchanged afterwards."""
 
+import copy
+import pickle
+
+import kvant
 import numpy as np
 import pytest
 from bits import assert_bits
-from random_arrays_numpy import make
-
-import kvant
 from kvant import group_quant, kitty, kvquant, zipcache
+from random_arrays_numpy import make
 
 X = make(1, (20, 6), "f16", "normal")
 CACHES = [kvant.KittyKVCache, kvant.KVQuantKVCache, kvant.ZipCacheKVCache]
@@ -157,3 +159,10 @@ def test_state(cls):
     cache.state = (None, None, 0)
     assert cache.empty() and cache.offset == 0 and cache.compressed_key_bytes == 0
     assert_bits(cache.update_and_fetch(block(9), block(9))[0], fresh.update_and_fetch(block(9), block(9))[0])
+
+
+@pytest.mark.parametrize("cls", CACHES)
+@pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(cls, operation):
+    with pytest.raises(TypeError, match=cls.__name__):
+        operation(cls(kvant.KVCacheConfig()))

@@ -1,11 +1,10 @@
 """Every recorded history of a cache, and every recorded construction."""
 
 import golden
+import kvant
 import numpy as np
 import pytest
 from bits import assert_bits
-
-import kvant
 
 pytestmark = pytest.mark.skipif(golden.folder() is None, reason="no golden files (KVANT_GOLDEN_DIR)")
 

@@ -1,13 +1,15 @@
-"""Every recorded function call, through Python. "close" cases are compared by bits: kvant sums in the reference's order."""
+"""Every recorded function call, through Python.
+
+"close" cases are compared by bits: kvant sums in the reference's order.
+"""
 
 import importlib
 
 import golden
+import kvant
 import numpy as np
 import pytest
 from bits import assert_bits
-
-import kvant
 
 pytestmark = pytest.mark.skipif(golden.folder() is None, reason="no golden files (KVANT_GOLDEN_DIR)")
 

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="pip install mlx-cpu mlx mlx-lm")
 pytest.importorskip("veloxquant_mlx", reason="pip install veloxquant-mlx")
 
+import kvant
 import mlx.core as mx
 from bits import assert_bits
 from mlx_lm.generate import generate_step, speculative_generate_step
@@ -12,8 +13,6 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from veloxquant_mlx.cache.base import KVCacheConfig as TheirConfig
 from veloxquant_mlx.cache.base import KVCacheFactory
-
-import kvant
 
 LAYERS = 2
 VOCABULARY = 61
@@ -118,7 +117,13 @@ def test_masks(method, prompt):
     x = mx.random.normal((1, 2, 5, 16))
     for cache in (ours, theirs):
         cache.update_and_fetch(x, x)
-    for n, arguments in ((1, {}), (4, {}), (4, {"return_array": True}), (4, {"window_size": 3}), (1, {"window_size": 3})):
+    for n, arguments in (
+        (1, {}),
+        (4, {}),
+        (4, {"return_array": True}),
+        (4, {"window_size": 3}),
+        (1, {"window_size": 3}),
+    ):
         options = {"return_array": False, "window_size": None, **arguments}
         got, want = ours.make_mask(n, **options), theirs.make_mask(n, **options)
         if isinstance(want, mx.array):

@@ -7,15 +7,14 @@ import pytest
 pytest.importorskip("mlx.core", reason="pip install mlx-cpu mlx veloxquant-mlx")
 pytest.importorskip("veloxquant_mlx", reason="pip install mlx-cpu mlx veloxquant-mlx")
 
+import kvant
+import kvant._quant_utils
 from veloxquant_mlx.cache import kitty_cache, kvquant_cache, zipcache_cache
 from veloxquant_mlx.cache.base import KVCacheConfig as TheirConfig
 from veloxquant_mlx.quantizers import _quant_utils as ref_group
 from veloxquant_mlx.quantizers import kitty as ref_kitty
 from veloxquant_mlx.quantizers import kvquant as ref_kvquant
 from veloxquant_mlx.quantizers import zipcache as ref_zipcache
-
-import kvant
-import kvant._quant_utils
 
 MODULES = [
     (kvant.kitty, ref_kitty),
@@ -59,7 +58,9 @@ def test_named_tuple(name):
 @pytest.mark.parametrize(("ours", "theirs"), CLASSES)
 def test_properties(ours, theirs):
     public = {name for name, value in vars(theirs).items() if isinstance(value, property) and not name.startswith("_")}
-    assert public - {name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), property)} <= {"merge"}
+    assert public - {name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), property)} <= {
+        "merge"
+    }
     assert all(inspect.getattr_static(ours, name).__doc__ for name in public)
 
 

@@ -5,14 +5,13 @@ import pytest
 pytest.importorskip("mlx.core", reason="pip install mlx-cpu mlx veloxquant-mlx")
 pytest.importorskip("veloxquant_mlx", reason="pip install mlx-cpu mlx veloxquant-mlx")
 
+import kvant
 import random_arrays as ra
 from bits import assert_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from veloxquant_mlx.cache.base import KVCacheConfig as TheirConfig
 from veloxquant_mlx.cache.base import KVCacheFactory
-
-import kvant
 
 # One call: ("update", tokens) or ("trim", n).
 calls = st.lists(
@@ -57,7 +56,8 @@ kvquant_options = st.fixed_dictionaries(
 )
 
 COUNTERS = {
-    "kitty": "compressed_key_bytes fp16_key_bytes value_fp16_bytes assigned_avg_bits hi_fraction hi_bit lo_bit group_size",
+    "kitty": "compressed_key_bytes fp16_key_bytes value_fp16_bytes assigned_avg_bits hi_fraction hi_bit lo_bit "
+    "group_size",
     "kvquant": "nuq_bits outlier_fraction outlier_count n_sink sink_kept compressed_key_bytes compressed_value_bytes "
     "fp16_key_bytes fp16_value_bytes effective_bits",
     "zipcache": "compressed_key_bytes compressed_value_bytes baseline_key_bytes baseline_value_bytes fp16_key_bytes "

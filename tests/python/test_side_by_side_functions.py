@@ -9,12 +9,11 @@ import random_arrays as ra
 from bits import assert_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from kvant import group_quant, kitty, kvquant, zipcache
 from veloxquant_mlx.quantizers import _quant_utils as ref_group
 from veloxquant_mlx.quantizers import kitty as ref_kitty
 from veloxquant_mlx.quantizers import kvquant as ref_kvquant
 from veloxquant_mlx.quantizers import zipcache as ref_zipcache
-
-from kvant import group_quant, kitty, kvquant, zipcache
 
 
 def assert_all(got, want, names=None, signed_zero=True):
@@ -33,7 +32,9 @@ def test_group_quant(x, bits, group):
         ref_group._group_dequant_codes(*theirs, x.shape[0], group),
         signed_zero=False,
     )
-    assert_bits(group_quant.group_quant_dequant(x, bits, group), ref_group._group_quant_dequant(ra.to_mlx(x), bits, group))
+    assert_bits(
+        group_quant.group_quant_dequant(x, bits, group), ref_group._group_quant_dequant(ra.to_mlx(x), bits, group)
+    )
 
 
 @given(ra.batches, ra.bits, ra.group_sizes)
@@ -58,7 +59,8 @@ def test_kitty_plain(x, fraction, hi, lo, group):
     ours = kitty.rank_channels_by_sensitivity(x, fraction)
     assert ours == ref_kitty.rank_channels_by_sensitivity(m, fraction)
     assert_bits(
-        kitty.quantize_mixed_channels(x, *ours, hi, lo, group), ref_kitty.quantize_mixed_channels(m, *ours, hi, lo, group)
+        kitty.quantize_mixed_channels(x, *ours, hi, lo, group),
+        ref_kitty.quantize_mixed_channels(m, *ours, hi, lo, group),
     )
 
 
@@ -82,7 +84,9 @@ def test_running_variance(x, n):
 
     m = ra.to_mlx(x).astype(mx.float32)
     total, squares = m[0] * n, mx.abs(m[1]) * n
-    assert_bits(kitty.compute_running_variance(total, squares, n), ref_kitty.compute_running_variance(total, squares, n))
+    assert_bits(
+        kitty.compute_running_variance(total, squares, n), ref_kitty.compute_running_variance(total, squares, n)
+    )
 
 
 @given(ra.matrices, ra.fractions, ra.bits, ra.bits, ra.group_sizes)
@@ -113,14 +117,14 @@ def test_channel_quant(x, bits, group):
     ours = zipcache.channel_quant(x, bits, group)
     theirs = ref_zipcache.channel_quant(ra.to_mlx(x), bits, group)
     assert_all(ours, theirs, ("codes", "scales", "zeros"), signed_zero=False)
-    assert_bits(
-        zipcache.channel_dequant(*ours, group), ref_zipcache.channel_dequant(*theirs, group), signed_zero=False
-    )
+    assert_bits(zipcache.channel_dequant(*ours, group), ref_zipcache.channel_dequant(*theirs, group), signed_zero=False)
 
 
 @given(st.integers(0, 5000), st.integers(0, 300), st.integers(1, 8), ra.group_sizes)
 def test_base_only_bytes(tokens, channels, bits, group):
-    assert zipcache.base_only_bytes(tokens, channels, bits, group) == ref_zipcache.base_only_bytes(tokens, channels, bits, group)
+    assert zipcache.base_only_bytes(tokens, channels, bits, group) == ref_zipcache.base_only_bytes(
+        tokens, channels, bits, group
+    )
 
 
 @given(ra.matrices, st.integers(1, 5), ra.fractions, st.integers(0, 9))
@@ -133,7 +137,9 @@ def test_kvquant_plain(x, bits, fraction, iterations):
     assert_bits(levels, ref_kvquant.fit_nuq_levels(theirs.inliers, bits, iterations), "levels", signed_zero=False)
     codes = kvquant.quantize_nuq(x, levels)
     assert_bits(codes, ref_kvquant.quantize_nuq(m, ra.to_mlx(levels)), "codes")
-    assert_bits(kvquant.dequant_nuq(codes, levels), ref_kvquant.dequant_nuq(ra.to_mlx(codes), ra.to_mlx(levels)), "values")
+    assert_bits(
+        kvquant.dequant_nuq(codes, levels), ref_kvquant.dequant_nuq(ra.to_mlx(codes), ra.to_mlx(levels)), "values"
+    )
     assert_bits(
         kvquant.nuq_quant_dequant(x, bits, fraction, iterations),
         ref_kvquant.nuq_quant_dequant(m, bits, fraction, iterations),
@@ -149,7 +155,9 @@ def test_kvquant_batched(x, bits, fraction, iterations):
     split, theirs = kvquant.split_dense_sparse_batched(x, fraction), ref_kvquant.split_dense_sparse_batched(m, fraction)
     assert_all(split, theirs, split._fields)
     levels = kvquant.fit_nuq_levels_batched(split.inliers, bits, iterations)
-    assert_bits(levels, ref_kvquant.fit_nuq_levels_batched(theirs.inliers, bits, iterations), "levels", signed_zero=False)
+    assert_bits(
+        levels, ref_kvquant.fit_nuq_levels_batched(theirs.inliers, bits, iterations), "levels", signed_zero=False
+    )
     codes = kvquant.quantize_nuq_batched(x, levels)
     assert_bits(codes, ref_kvquant.quantize_nuq_batched(m, ra.to_mlx(levels)), "codes")
     assert_bits(
