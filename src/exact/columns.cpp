@@ -149,7 +149,17 @@ void Unslice(const std::uint8_t* planes, std::int64_t plane_stride, int shift, i
 }
 
 ColumnKernels Table() {
-  return {Add, AddSquares, AddSquaredDifferences, Multiply, MinMax, Grid, Encode, Decode, Slice, Unslice};
+  return {hwy::TargetName(HWY_TARGET),
+          Add,
+          AddSquares,
+          AddSquaredDifferences,
+          Multiply,
+          MinMax,
+          Grid,
+          Encode,
+          Decode,
+          Slice,
+          Unslice};
 }
 
 }  // namespace kvant::exact::HWY_NAMESPACE
@@ -163,6 +173,18 @@ HWY_EXPORT(Table);
 const ColumnKernels& columns() {
   static const ColumnKernels table = HWY_DYNAMIC_DISPATCH(Table)();
   return table;
+}
+
+std::vector<ColumnKernels> all_columns() {
+  std::vector<ColumnKernels> tables;
+  for (std::int64_t left = hwy::SupportedTargets(); left != 0; left &= left - 1) {
+    hwy::SetSupportedTargetsForTest(left & -left);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    tables.push_back(HWY_DYNAMIC_DISPATCH(Table)());
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().DeInit();
+  return tables;
 }
 
 }  // namespace kvant::exact

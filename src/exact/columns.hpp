@@ -4,10 +4,13 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace kvant::exact {
 
 struct ColumnKernels {
+  const char* target = "";  // Highway's name of the instruction set
+
   // sum[c] += x[c]
   void (*add)(const float* x, std::int64_t n, float* sum) = nullptr;
   // sum[c] += x[c] * x[c]
@@ -37,5 +40,8 @@ struct ColumnKernels {
 
 // The table for this CPU.
 const ColumnKernels& columns();
+
+// The tables of every instruction set of this CPU, for tests. Not thread-safe.
+std::vector<ColumnKernels> all_columns();
 
 }  // namespace kvant::exact
