@@ -42,9 +42,9 @@ def _dequant_codes(codes: Any, scale: Any, zero: Any, n: int, group_size: int, r
         raise Error(f"n is {n}; {groups} groups of {group_size} rows hold 0..{groups * group_size}")
     parts = [codes.reshape(*batch, groups, group_size, columns)]
     parts += [part.reshape(*batch, groups, 1, columns) for part in (scale, zero)]
-    views = [read(part, name, rank + 1) for part, name in zip(parts, ("codes", "scale", "zero"))]
-    out = views[0].empty((*batch, n, columns), "f32")
-    _core.group_dequant_codes(*(view.view for view in views), out.target, rank=rank)
+    c, s, z = (read(part, name, rank + 1) for part, name in zip(parts, ("codes", "scale", "zero")))
+    out = c.empty((*batch, n, columns), "f32")
+    _core.group_dequant_codes(c.view, s.view, z.view, out.target, rank)
     return out.array
 
 

@@ -35,9 +35,9 @@ class DenseSparse(NamedTuple):
 
 def _split(x: Any, outlier_fraction: float, rank: int) -> DenseSparse:
     a = read_floats(x, "x", rank)
-    parts = [a.empty(a.shape, dtype) for dtype in ("f32", "bool", "f32")]
-    _core.split_dense_sparse(a.view, outlier_fraction, *(part.target for part in parts), rank=rank)
-    return DenseSparse(*(part.array for part in parts))
+    inliers, mask, values = (a.empty(a.shape, dtype) for dtype in ("f32", "bool", "f32"))
+    _core.split_dense_sparse(a.view, outlier_fraction, inliers.target, mask.target, values.target, rank)
+    return DenseSparse(inliers.array, mask.array, values.array)
 
 
 def _fit(x: Any, bits: int, n_iters: int, rank: int) -> Any:

@@ -54,15 +54,9 @@ _STATE_ARRAYS = {
 
 
 def _to_core(state: ZipCacheState) -> _core.ZipCacheState:
-    arrays = [read(getattr(state, name), name, rank).view for name, rank in _STATE_ARRAYS.items()]
-    return _core.ZipCacheState.make(
-        *arrays,
-        hi_bits=state.hi_bits,
-        lo_bits=state.lo_bits,
-        seq_len=state.seq_len,
-        head_dim=state.head_dim,
-        group_size=state.group_size,
-    )
+    arrays = {name: read(getattr(state, name), name, rank).view for name, rank in _STATE_ARRAYS.items()}
+    numbers = {name: getattr(state, name) for name in ZipCacheState._fields if name not in arrays}
+    return _core.ZipCacheState.make(**arrays, **numbers)
 
 
 def token_key_norms(keys: Any) -> Any:
@@ -153,14 +147,8 @@ def zipcache_compress(
         parts += [a.empty((count, columns), "uint8")] + [a.empty((groups, columns), "f32") for _ in range(2)]
     parts.append(a.empty((rows,), "bool"))
     state.read(*(part.target for part in parts))
-    return ZipCacheState(
-        *(part.array for part in parts),
-        hi_bits=state.hi_bits,
-        lo_bits=state.lo_bits,
-        seq_len=state.seq_len,
-        head_dim=state.head_dim,
-        group_size=state.group_size,
-    )
+    numbers = (state.hi_bits, state.lo_bits, state.seq_len, state.head_dim, state.group_size)
+    return ZipCacheState._make([*(part.array for part in parts), *numbers])
 
 
 def zipcache_reconstruct(state: ZipCacheState) -> Any:
