@@ -89,7 +89,7 @@ void KVQuantKVCache::State::set_shape(const ConstArray& keys_in) {
 void KVQuantKVCache::State::forget() {
   keys.reset(SideShape(keys.shape()));
   values.reset(SideShape(values.shape()));
-  for (std::vector<float>* levels : {&key_levels, &threshold, &value_levels}) *levels = {};
+  for (std::vector<float>* table : {&key_levels, &threshold, &value_levels}) std::vector<float>().swap(*table);
   value_level_tokens = -1;
   tokens = sink_kept = outliers = 0;
   counters = {};
