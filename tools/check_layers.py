@@ -1,6 +1,6 @@
 """Checks that each layer includes only layers below it, and that the public headers need nothing but themselves.
 
-base < tiles < methods < cache < hosts (plugin, cli, python). A method folder sees the other methods only through
+base < tiles < exact < methods < cache < hosts (plugin, cli, python). A method folder sees the other methods only through
 src/methods itself. usage: check_layers.py [ROOT]
 """
 
@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["base", "tiles", "methods", "cache"]
+LAYERS = ["base", "tiles", "exact", "methods", "cache"]
 HOSTS = ["plugin", "cli", "python"]
 SUFFIXES = {".hpp", ".cpp", ".h", ".inl", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
@@ -49,7 +49,7 @@ def host_errors(root: pathlib.Path) -> list[str]:
                 first = name.split("/")[0]
                 if first in HOSTS and first != host:
                     errors.append(f"{path}: host '{host}' includes '{name}' of another host")
-                if first in ("tiles", "methods", "src"):
+                if first in ("tiles", "exact", "methods", "src"):
                     errors.append(f"{path}: host '{host}' includes '{name}' past the public headers")
     return errors
 

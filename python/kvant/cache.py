@@ -1,0 +1,182 @@
+"""What the three caches share: the interface of ``mlx_lm``'s KV cache on top of packed tiles."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+from ._arrays import Kind, read_floats
+from .config import to_core
+from .errors import Error, QuantizerConfigError
+
+
+class ReferenceCache:
+    """Keys and values of one attention layer, held packed; the rows that come out are the reference's to the bit.
+
+    Arrays are ``[batch, heads, tokens, channels]`` of f16, bf16 or f32, from NumPy, mlx or torch, with any strides; the
+    first call fixes batch, heads, channels and element types. Works as a cache of an unmodified ``mlx_lm`` model.
+    Calls from several threads are serialised; the GIL is released while they compute.
+
+    Attributes:
+        threads: threads that a call may use; 0: OpenMP's default.
+    """
+
+    _core_class: ClassVar[Any]
+
+    def __init__(self, config: Any) -> None:
+        self._config = to_core(config)
+        try:
+            self._core = self._core_class(self._config)
+        except Error as error:
+            raise QuantizerConfigError(f"{type(self).__name__}: {error}") from None
+        self._lock = threading.Lock()
+        self._kinds: tuple[type[Kind], type[Kind]] | None = None
+        self._shape: tuple[int, int, int, int] | None = None  # batch, heads, key channels, value channels
+        self._dtypes = ("f16", "f16")
+
+    @property
+    def offset(self) -> int:
+        """Tokens stored."""
+        return self._core.offset
+
+    def size(self) -> int:
+        """Tokens stored."""
+        return self._core.offset
+
+    def __len__(self) -> int:
+        return self._core.offset
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled")
+
+    def __bool__(self) -> bool:
+        return True  # mlx_lm asks `if cache` for "is there one"
+
+    def empty(self) -> bool:
+        """True until the first call of ``update_and_fetch`` (as the reference: a trim to nothing does not undo it)."""
+        return self._shape is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, within 1 % of what the allocator gave: codes, endpoints, masks, kept rows and bookkeeping."""
+        return self._core.key_nbytes + self._core.value_nbytes
+
+    @property
+    def key_nbytes(self) -> int:
+        """The share of the keys in ``nbytes``."""
+        return self._core.key_nbytes
+
+    @property
+    def value_nbytes(self) -> int:
+        """The share of the values in ``nbytes``."""
+        return self._core.value_nbytes
+
+    @property
+    def threads(self) -> int:
+        return self._core.threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._core.threads = threads
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Stores new tokens and returns all of them.
+
+        Args:
+            keys: ``[B, H, S, D]``.
+            values: ``[B, H, S, Dv]``.
+
+        Returns:
+            ``(keys [B, H, offset, D], values [B, H, offset, Dv])``: new arrays of the arguments' frameworks, in the
+            element types of the first call. Earlier rows are what earlier calls returned.
+
+        Raises:
+            kvant.Error: shapes or types that do not fit each other or the first call; the cache is then unchanged.
+
+        A call of one token is lossless in the reference (a group of one row is its own minimum), so such tokens are
+        kept as rows here and cost what rows cost; see python/README.md for the remedy.
+        """
+        k = read_floats(keys, "keys", 4)
+        v = read_floats(values, "values", 4)
+        with self._lock:
+            self._core.update(k.view, v.view)
+            if self._shape is None:
+                self._shape = (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
+                self._dtypes = (k.dtype, v.dtype)
+            self._kinds = (k.kind, v.kind)
+            return self._fetch()
+
+    def _fetch(self) -> tuple[Any, Any]:
+        assert self._shape is not None and self._kinds is not None
+        batch, heads, key_dim, value_dim = self._shape
+        tokens = self._core.offset
+        keys, key_target = self._kinds[0].empty((batch, heads, tokens, key_dim), self._dtypes[0])
+        values, value_target = self._kinds[1].empty((batch, heads, tokens, value_dim), self._dtypes[1])
+        self._core.fetch(key_target, value_target, 0)
+        return keys, values
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` at first."""
+        with self._lock:
+            return (None, None) if self._shape is None else self._fetch()
+
+    @property
+    def state(self) -> tuple[Any, Any, int]:
+        """``(keys, values, offset)`` with the rows of :meth:`keys_and_values`, as ``mlx_lm``'s plain cache has it.
+
+        Every read decodes the cache. Only the state of an empty cache can be set, which empties this one: decoded rows
+        do not tell the codes that they came from, so the packed form could not be had back from them.
+        """
+        keys, values = self.keys_and_values()
+        return keys, values, self.offset
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state and (state[0] is not None or state[2]):
+            raise Error(f"state: {type(self).__name__} cannot be made from decoded rows; keep the object itself")
+        with self._lock:
+            fresh = self._core_class(self._config)
+            fresh.threads = self._core.threads
+            self._core, self._kinds, self._shape = fresh, None, None
+
+    def attend(self, queries: Any, scale: float | None = None, causal: bool = True, threads: int = 0) -> Any:
+        """Attention over the stored tokens, computed from the packed codes; no row is decoded to memory.
+
+        Args:
+            queries: ``[B, Hq, n, D]``, Hq a multiple of the cached heads; query head h reads head h // (Hq // H).
+            scale: multiplies the scores; None: 1 / sqrt(D).
+            causal: row i of n sees tokens up to ``offset - n + i``; False: every row sees every token.
+            threads: threads for this call; 0: OpenMP's default.
+
+        Returns:
+            ``[B, Hq, n, Dv]`` in the queries' framework and element type: softmax(scale * q k^T) v.
+
+        Raises:
+            kvant.Error: shapes that do not fit the cache, or an empty cache.
+        """
+        q = read_floats(queries, "queries", 4)
+        with self._lock:
+            if self._shape is None:
+                raise Error("attend: the cache is empty")
+            out = q.empty((*q.shape[:3], self._shape[3]), q.dtype)
+            self._core.attend(q.view, out.target, 0.0 if scale is None else scale, causal, threads)
+        return out.array
+
+    def is_trimmable(self) -> bool:
+        """Always True."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drops the last ``min(n, offset)`` tokens and returns how many.
+
+        Raises:
+            kvant.Error: a negative n (the reference moves its offset past the data).
+        """
+        with self._lock:
+            return self._core.trim(n)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """The mask of a call with new tokens: ``mlx_lm.models.cache.create_attention_mask`` at this offset."""
+        from mlx_lm.models.cache import create_attention_mask
+
+        return create_attention_mask(*args, **{"offset": self.offset, **kwargs})

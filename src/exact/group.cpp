@@ -1,0 +1,41 @@
+#include "exact/group.hpp"
+
+#include <algorithm>
+
+#include "exact/columns.hpp"
+
+namespace kvant::exact {
+
+GroupGrid::GroupGrid(std::int64_t columns) : columns_(columns), storage_(static_cast<std::size_t>(columns) * 4) {
+  min_ = storage_.data();
+  max_ = min_ + columns;
+  scale_ = max_ + columns;
+  levels_ = scale_ + columns;
+}
+
+GroupGrid::GroupGrid(std::int64_t columns, int bits) : GroupGrid(columns) {
+  std::fill_n(levels_, columns, levels_of(bits));
+}
+
+GroupGrid::GroupGrid(std::span<const std::uint8_t> bits) : GroupGrid(static_cast<std::int64_t>(bits.size())) {
+  for (std::size_t c = 0; c < bits.size(); ++c) levels_[c] = levels_of(bits[c]);
+}
+
+void GroupGrid::fit(const float* const* rows, std::int64_t n_rows) {
+  exact::columns().min_max(rows, n_rows, columns_, min_, max_);
+  rescale();
+}
+
+void GroupGrid::rescale() {
+  exact::columns().grid(min_, max_, levels_, columns_, scale_);
+}
+
+void GroupGrid::encode(const float* x, std::uint8_t* codes) const {
+  exact::columns().encode(x, min_, scale_, levels_, columns_, codes);
+}
+
+void GroupGrid::decode(const std::uint8_t* codes, float* x) const {
+  exact::columns().decode(codes, min_, scale_, columns_, x);
+}
+
+}  // namespace kvant::exact

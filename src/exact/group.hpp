@@ -1,0 +1,54 @@
+// The group quantizer over float rows that are already widened.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvant::exact {
+
+constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+inline float levels_of(int bits) {
+  return static_cast<float>((1 << bits) - 1);
+}
+
+// Minimum, maximum and scale of every column of one group, reused from group to group.
+class GroupGrid {
+ public:
+  // Every column with the same width.
+  GroupGrid(std::int64_t columns, int bits);
+  // One width per column.
+  explicit GroupGrid(std::span<const std::uint8_t> bits);
+  GroupGrid(const GroupGrid&) = delete;  // the pointers below point into storage_
+  GroupGrid& operator=(const GroupGrid&) = delete;
+
+  // Takes minimum and maximum from n_rows >= 1 rows.
+  void fit(const float* const* rows, std::int64_t n_rows);
+  // Recomputes the scales after min() and max() were filled from stored endpoints.
+  void rescale();
+
+  void encode(const float* x, std::uint8_t* codes) const;
+  void decode(const std::uint8_t* codes, float* x) const;
+
+  std::int64_t columns() const { return columns_; }
+  float* min() { return min_; }
+  float* max() { return max_; }
+  const float* min() const { return min_; }
+  const float* max() const { return max_; }
+  const float* scale() const { return scale_; }
+
+ private:
+  explicit GroupGrid(std::int64_t columns);
+
+  std::int64_t columns_ = 0;
+  std::vector<float> storage_;
+  float* min_ = nullptr;
+  float* max_ = nullptr;
+  float* scale_ = nullptr;
+  float* levels_ = nullptr;
+};
+
+}  // namespace kvant::exact

@@ -1,0 +1,151 @@
+#include "exact/sequence.hpp"
+
+#include <cstring>
+
+namespace kvant::exact {
+namespace {
+
+constexpr std::int64_t kRowsAtOnce = 128;  // rows decoded into scratch before they are narrowed
+
+// Rounds floats to what `type` can hold.
+void round_to(DType type, float* x, std::int64_t n, std::vector<std::uint16_t>& scratch) {
+  if (type == DType::f32) return;
+  scratch.resize(static_cast<std::size_t>(n));
+  tiles::kernels().narrow(x, scratch.data(), type, n);
+  tiles::kernels().widen(scratch.data(), type, x, n);
+}
+
+}  // namespace
+
+void Block::read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const {
+  decode(head, first, count, out, stride);
+  std::vector<std::uint16_t> scratch;
+  for (std::int64_t r = 0; r < count; ++r) round_to(shape_.type, out + r * stride, shape_.dim, scratch);
+}
+
+void Block::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out, std::int64_t at) const {
+  const bool rounds_once = out.type == shape_.type;
+  std::vector<float> rows(static_cast<std::size_t>(std::min(kRowsAtOnce, count) * shape_.dim));
+  for (std::int64_t done = 0; done < count; done += kRowsAtOnce) {
+    const std::int64_t n = std::min(kRowsAtOnce, count - done);
+    if (rounds_once) {
+      decode(head, first + done, n, rows.data(), shape_.dim);
+    } else {
+      read(head, first + done, n, rows.data(), shape_.dim);
+    }
+    for (std::int64_t r = 0; r < n; ++r) {
+      row_of(out, head / shape_.heads, head % shape_.heads, at + done + r).store(rows.data() + r * shape_.dim);
+    }
+  }
+}
+
+RowBlock::RowBlock(const SideShape& shape, std::int64_t capacity)
+    : Block(shape, capacity),
+      capacity_(capacity),
+      data_bytes_(base::checked_multiply(static_cast<std::size_t>(shape.all_heads() * capacity), shape.row_bytes())),
+      data_(base::allocate_aligned(data_bytes_)) {}
+
+void RowBlock::write(std::int64_t head, std::int64_t token, const float* values) {
+  tiles::kernels().narrow(values, row(head, token), shape().type, shape().dim);
+}
+
+void RowBlock::copy(std::int64_t head, std::int64_t at, const ConstArray& x, std::int64_t from, std::int64_t count) {
+  const auto source = [&](std::int64_t r) { return row_of(x, head / shape().heads, head % shape().heads, from + r); };
+  if (x.type != shape().type || x.stride[3] != 1) {
+    std::vector<float> values(static_cast<std::size_t>(shape().dim));
+    for (std::int64_t r = 0; r < count; ++r) {
+      source(r).load(values.data());
+      write(head, at + r, values.data());
+    }
+    return;
+  }
+  const std::int64_t together = x.stride[2] == shape().dim ? count : 1;  // rows that follow each other in x
+  for (std::int64_t r = 0; r < count; r += together) {
+    const auto* bytes =
+        static_cast<const std::byte*>(x.data) + source(r).first * static_cast<std::int64_t>(size_of(x.type));
+    std::memcpy(row(head, at + r), bytes, static_cast<std::size_t>(together) * shape().row_bytes());
+  }
+}
+
+void RowBlock::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out,
+                     std::int64_t at) const {
+  if (out.type != shape().type || out.stride[3] != 1) {
+    Block::store(head, first, count, out, at);
+    return;
+  }
+  const std::int64_t together = out.stride[2] == shape().dim ? count : 1;  // rows that follow each other in out
+  for (std::int64_t r = 0; r < count; r += together) {
+    const Row target = row_of(out, head / shape().heads, head % shape().heads, at + r);
+    auto* bytes = static_cast<std::byte*>(out.data) + target.first * static_cast<std::int64_t>(size_of(out.type));
+    std::memcpy(bytes, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
+  }
+}
+
+void RowBlock::decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
+                      std::int64_t stride) const {
+  for (std::int64_t r = 0; r < count; ++r) {
+    tiles::kernels().widen(row(head, first + r), shape().type, out + r * stride, shape().dim);
+  }
+}
+
+void Sequence::push(std::unique_ptr<Block> block) {
+  // Both vectors grow before either changes: a failed allocation leaves the sequence as it was.
+  if (blocks_.size() == blocks_.capacity()) blocks_.reserve(2 * blocks_.size() + 1);
+  first_.push_back(tokens_);
+  tokens_ += block->tokens();
+  rows_ = nullptr;
+  blocks_.push_back(std::move(block));
+}
+
+void Sequence::append_rows(const ConstArray& x, int threads) {
+  extend_rows(x.extent[2], [&](RowBlock& block, std::int64_t at, std::int64_t first, std::int64_t rows) {
+    base::parallel_for(shape_.all_heads(), threads,
+                       [&](std::int64_t head, int) { block.copy(head, at, x, first, rows); });
+  });
+}
+
+void Sequence::shorten(std::int64_t tokens) {
+  while (!blocks_.empty() && first_.back() >= tokens) {
+    blocks_.pop_back();
+    first_.pop_back();
+  }
+  tokens_ = tokens;
+  rows_ = nullptr;
+  if (blocks_.empty()) return;
+  blocks_.back()->set_tokens(std::min(blocks_.back()->tokens(), tokens - first_.back()));
+  rows_ = dynamic_cast<RowBlock*>(blocks_.back().get());
+}
+
+template <typename Visit>
+void Sequence::for_blocks(std::int64_t first, std::int64_t count, const Visit& visit) const {
+  const std::int64_t last = first + count;
+  auto index = static_cast<std::size_t>(std::upper_bound(first_.begin(), first_.end(), first) - first_.begin());
+  if (index > 0) --index;
+  for (; index < blocks_.size() && first_[index] < last; ++index) {
+    const std::int64_t start = std::max(first, first_[index]);
+    const std::int64_t end = std::min(last, first_[index] + blocks_[index]->tokens());
+    if (end > start) visit(*blocks_[index], start - first_[index], end - start, start - first);
+  }
+}
+
+void Sequence::read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const {
+  for_blocks(first, count, [&](const Block& block, std::int64_t from, std::int64_t n, std::int64_t at) {
+    block.read(head, from, n, out + at * stride, stride);
+  });
+}
+
+void Sequence::fetch(const Array& out, std::int64_t first, int threads) const {
+  base::parallel_for(shape_.all_heads(), threads, [&](std::int64_t head, int) {
+    for_blocks(first, out.extent[2], [&](const Block& block, std::int64_t from, std::int64_t n, std::int64_t at) {
+      block.store(head, from, n, out, at);
+    });
+  });
+}
+
+std::size_t Sequence::bytes() const {
+  std::size_t total = blocks_.capacity() * sizeof(blocks_[0]) + first_.capacity() * sizeof(first_[0]);
+  for (const auto& block : blocks_) total += block->bytes();
+  return total;
+}
+
+}  // namespace kvant::exact

@@ -1,0 +1,50 @@
+// What a KVQuantKVCache is made of.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kvant/kvquant.hpp"
+#include "methods/kvquant/packed.hpp"
+
+namespace kvant::kvquant {
+
+// The reference's byte counters: arithmetic on counts, not memory.
+struct Counters {
+  std::int64_t compressed_key = 0;
+  std::int64_t compressed_value = 0;
+  std::int64_t fp16_key = 0;
+  std::int64_t fp16_value = 0;
+
+  // The reference's trim: each counter times kept / before, truncated in double.
+  void scale(std::int64_t kept, std::int64_t before);
+};
+
+struct KVQuantKVCache::State {
+  explicit State(const KVCacheConfig& config);
+
+  int bits = 3;
+  double fraction = 0.01;
+  std::int64_t sweeps = 8;
+  std::int64_t refit_interval = 0;
+  std::int64_t n_sink = 1;
+
+  bool has_shape = false;  // the first update fixes shape and type
+  PackedSide keys;
+  PackedSide values;
+  std::vector<float> key_levels;    // [H][L][D], empty until fitted
+  std::vector<float> threshold;     // [D], empty: none
+  std::vector<float> value_levels;  // [L][S] of the last call
+  std::int64_t value_level_tokens = -1;
+  std::int64_t tokens = 0;
+  std::int64_t sink_kept = 0;
+  std::int64_t outliers = 0;
+  Counters counters;
+
+  std::int64_t level_count() const { return std::int64_t{1} << bits; }
+  void check_call(const ConstArray& keys, const ConstArray& values) const;
+  void set_shape(const ConstArray& keys);
+  void forget();  // as after construction, the shape kept
+};
+
+}  // namespace kvant::kvquant

@@ -1,0 +1,280 @@
+// ZipCacheKVCache: every call is compressed alone; salient rows and the others are two packed matrices per head.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "base/threads.hpp"
+#include "exact/attend.hpp"
+#include "exact/packed.hpp"
+#include "exact/sequence.hpp"
+#include "exact/sums.hpp"
+#include "methods/zipcache/reference.hpp"
+
+namespace kvant::zipcache {
+namespace {
+
+using exact::ceil_divide;
+
+std::size_t size(std::int64_t count) {
+  return static_cast<std::size_t>(count);
+}
+
+struct Settings {
+  double hi_fraction = 0;
+  int hi_bits = 0;
+  int lo_bits = 0;
+  std::int64_t group_size = 0;
+  bool quantize_values = true;
+};
+
+// One side of one call. Per head: the mask, one bit per token (absent when all tokens are salient), the packed salient
+// rows, the packed others; both in original order.
+class ZipBlock final : public exact::Block {
+ public:
+  ZipBlock(const exact::SideShape& shape, std::int64_t tokens, std::int64_t hi, int hi_bits, int lo_bits,
+           std::int64_t group_size)
+      : Block(shape, tokens),
+        hi_(hi),
+        hi_widths_(exact::Widths::uniform(shape.dim, hi_bits)),
+        lo_widths_(exact::Widths::uniform(shape.dim, lo_bits)),
+        hi_layout_(hi, shape.dim, group_size, shape.type, hi_widths_),
+        lo_layout_(tokens - hi, shape.dim, group_size, shape.type, lo_widths_),
+        mask_bytes_(hi == tokens ? 0 : base::round_up(size(ceil_divide(tokens, 8)), std::size_t{4})),
+        data_(base::allocate_zeroed(base::checked_multiply(size(shape.all_heads()), head_bytes()))) {}
+
+  void pack_head(std::int64_t head, const ConstArray& x) {
+    std::vector<std::int64_t> salient;
+    std::vector<std::int64_t> others;
+    choose_rows(head, x, salient, others);
+    const auto rows_at = [&](const std::vector<std::int64_t>& rows) {
+      return [&](std::int64_t row, float* out) { source(head, x, rows[size(row)]).load(out); };
+    };
+    std::byte* data = head_data(head) + mask_bytes_;
+    if (!salient.empty()) exact::Packer(hi_layout_, hi_widths_).pack(rows_at(salient), data);
+    if (!others.empty()) exact::Packer(lo_layout_, lo_widths_).pack(rows_at(others), data + hi_layout_.bytes);
+  }
+
+  std::size_t bytes() const override {
+    return sizeof(ZipBlock) + hi_widths_.bits.capacity() + lo_widths_.bits.capacity() +
+           size(shape().all_heads()) * head_bytes();
+  }
+
+ protected:
+  void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
+              std::int64_t stride) const override {
+    const std::byte* data = head_data(head) + mask_bytes_;
+    exact::PackedReader salient(hi_layout_, hi_widths_, data);
+    exact::PackedReader others(lo_layout_, lo_widths_, data + hi_layout_.bytes);
+    std::int64_t place = 0;  // salient rows before the current one
+    for (std::int64_t t = 0; t < first; ++t) place += is_salient(head, t) ? 1 : 0;
+    for (std::int64_t t = first; t < first + count; ++t) {
+      float* row = out + (t - first) * stride;
+      if (is_salient(head, t)) {
+        salient.read(place++, row);
+      } else {
+        others.read(t - place, row);
+      }
+    }
+  }
+
+ private:
+  std::size_t head_bytes() const { return mask_bytes_ + hi_layout_.bytes + lo_layout_.bytes; }
+  std::byte* head_data(std::int64_t head) const { return data_.get() + size(head) * head_bytes(); }
+  bool is_salient(std::int64_t head, std::int64_t token) const {
+    return mask_bytes_ == 0 || (head_data(head)[token / 8] >> (token % 8) & std::byte{1}) != std::byte{0};
+  }
+  exact::ConstRow source(std::int64_t head, const ConstArray& x, std::int64_t row) const {
+    return exact::row_of(x, head / shape().heads, head % shape().heads, row);
+  }
+
+  void choose_rows(std::int64_t head, const ConstArray& x, std::vector<std::int64_t>& salient,
+                   std::vector<std::int64_t>& others) {
+    const std::int64_t rows = hi_layout_.rows + lo_layout_.rows;
+    std::vector<std::uint8_t> mask(size(rows), 1);
+    if (mask_bytes_ != 0) {
+      const std::vector<float> norms = norms_of(head, x, rows);
+      mark_salient(norms.data(), rows, hi_, mask.data());
+    }
+    for (std::int64_t t = 0; t < rows; ++t) {
+      (mask[size(t)] != 0 ? salient : others).push_back(t);
+      if (mask_bytes_ != 0 && mask[size(t)] != 0) head_data(head)[t / 8] |= std::byte{1} << (t % 8);
+    }
+  }
+
+  std::vector<float> norms_of(std::int64_t head, const ConstArray& x, std::int64_t rows) const {
+    constexpr std::int64_t kRows = 32;
+    std::vector<float> norms(size(rows));
+    std::vector<float> values(size(kRows * shape().dim));
+    for (std::int64_t first = 0; first < rows; first += kRows) {
+      const std::int64_t count = std::min(kRows, rows - first);
+      for (std::int64_t r = 0; r < count; ++r) source(head, x, first + r).load(values.data() + r * shape().dim);
+      exact::row_norms(values.data(), count, shape().dim, norms.data() + first);
+    }
+    return norms;
+  }
+
+  std::int64_t hi_ = 0;
+  exact::Widths hi_widths_;
+  exact::Widths lo_widths_;
+  exact::PackedLayout hi_layout_;
+  exact::PackedLayout lo_layout_;
+  std::size_t mask_bytes_ = 0;
+  base::AlignedBytes data_;
+};
+
+Settings checked(const KVCacheConfig& config) {
+  if (!(config.zipcache_hi_fraction >= 0 && config.zipcache_hi_fraction <= 1)) {
+    base::fail(ErrorCode::invalid_argument,
+               "zipcache_hi_fraction = " + std::to_string(config.zipcache_hi_fraction) + " is outside 0..1");
+  }
+  exact::require_bits("zipcache_hi_bits", config.zipcache_hi_bits);
+  exact::require_bits("zipcache_lo_bits", config.zipcache_lo_bits);
+  exact::require_group_size("zipcache_group_size", config.zipcache_group_size);
+  return {config.zipcache_hi_fraction, static_cast<int>(config.zipcache_hi_bits),
+          static_cast<int>(config.zipcache_lo_bits), config.zipcache_group_size, config.zipcache_quantize_values};
+}
+
+// The reference's counters of one side.
+struct Counters {
+  std::int64_t compressed = 0;
+  std::int64_t baseline = 0;
+  std::int64_t fp16 = 0;
+};
+
+}  // namespace
+
+struct ZipCacheKVCache::Impl {
+  Settings settings;
+  exact::Sequence keys;
+  exact::Sequence values;
+  Counters key_counters;
+  Counters value_counters;
+
+  // Packs one side of a call; `hi` rows per head are salient.
+  std::unique_ptr<ZipBlock> pack(const ConstArray& x, std::int64_t hi, int lo_bits, int threads) const {
+    auto block = std::make_unique<ZipBlock>(exact::side_shape(x), x.extent[2], hi, settings.hi_bits, lo_bits,
+                                            settings.group_size);
+    base::parallel_for(x.extent[0] * x.extent[1], threads, [&](std::int64_t head, int) { block->pack_head(head, x); });
+    return block;
+  }
+
+  static void add(exact::Sequence& side, std::unique_ptr<ZipBlock> block, int threads) {
+    const exact::SideShape shape = block->shape();
+    const std::size_t row_bytes = size(shape.all_heads() * block->tokens()) * shape.row_bytes();
+    if (block->bytes() < row_bytes) {
+      side.push(std::move(block));
+    } else {
+      side.append_rows(block->tokens(), threads, [&](std::int64_t head, std::int64_t row, float* out) {
+        block->read(head, row, 1, out, shape.dim);
+      });
+    }
+  }
+
+  void count(Counters& counters, const ConstArray& x, std::int64_t hi, bool compressed) const {
+    const std::int64_t heads = x.extent[0] * x.extent[1];
+    const std::int64_t tokens = x.extent[2];
+    const std::int64_t dim = x.extent[3];
+    counters.fp16 += 2 * heads * tokens * dim;
+    if (!compressed) return;
+    counters.compressed +=
+        heads * mixed_bytes(hi, tokens - hi, dim, settings.hi_bits, settings.lo_bits, settings.group_size);
+    counters.baseline += heads * base_only_bytes(tokens, dim, settings.lo_bits, settings.group_size);
+  }
+};
+
+ZipCacheKVCache::ZipCacheKVCache(const KVCacheConfig& config) : impl_(std::make_unique<Impl>()) {
+  impl_->settings = checked(config);
+}
+ZipCacheKVCache::~ZipCacheKVCache() = default;
+ZipCacheKVCache::ZipCacheKVCache(ZipCacheKVCache&&) noexcept = default;
+ZipCacheKVCache& ZipCacheKVCache::operator=(ZipCacheKVCache&&) noexcept = default;
+
+void ZipCacheKVCache::update(const ConstArray& keys, const ConstArray& values) {
+  Impl& m = *impl_;
+  exact::check_update(m.keys.shape(), m.values.shape(), keys, values);
+  if (m.keys.shape().batch == 0) {
+    m.keys = exact::Sequence(exact::side_shape(keys));
+    m.values = exact::Sequence(exact::side_shape(values));
+  }
+  const std::int64_t tokens = keys.extent[2];
+  if (tokens == 0) return;
+
+  const std::int64_t hi = hi_count(tokens, m.settings.hi_fraction);
+  const bool quantized = m.settings.quantize_values;
+  auto key_block = m.pack(keys, hi, m.settings.lo_bits, threads());
+  auto value_block = quantized ? m.pack(values, tokens, m.settings.hi_bits, threads()) : nullptr;
+  const std::int64_t before = m.keys.tokens();
+  try {
+    Impl::add(m.keys, std::move(key_block), threads());
+    if (quantized) {
+      Impl::add(m.values, std::move(value_block), threads());
+    } else {
+      m.values.append_rows(values, threads());
+    }
+  } catch (...) {
+    m.keys.shorten(before);
+    m.values.shorten(before);
+    throw;
+  }
+  m.count(m.key_counters, keys, hi, true);
+  m.count(m.value_counters, values, tokens, quantized);
+}
+
+void ZipCacheKVCache::fetch(const Array& keys, const Array& values, std::int64_t first) const {
+  exact::check_fetch(impl_->keys, impl_->values, keys, values, first);
+  impl_->keys.fetch(keys, first, threads());
+  impl_->values.fetch(values, first, threads());
+}
+
+std::int64_t ZipCacheKVCache::trim(std::int64_t n) {
+  exact::require_between("n", n, 0, std::numeric_limits<std::int64_t>::max());
+  const std::int64_t dropped = std::min(n, offset());
+  const std::int64_t kept = offset() - dropped;
+  impl_->keys.shorten(kept);
+  impl_->values.shorten(kept);
+  return dropped;
+}
+
+void ZipCacheKVCache::attend(const ConstArray& queries, const Array& out,
+                             const ReferenceAttentionOptions& options) const {
+  exact::attend(impl_->keys, impl_->values, queries, out, options);
+}
+
+std::int64_t ZipCacheKVCache::offset() const {
+  return impl_->keys.tokens();
+}
+std::size_t ZipCacheKVCache::key_nbytes() const {
+  return sizeof(Impl) + impl_->keys.bytes();
+}
+std::size_t ZipCacheKVCache::value_nbytes() const {
+  return impl_->values.bytes();
+}
+std::int64_t ZipCacheKVCache::compressed_key_bytes() const {
+  return impl_->key_counters.compressed;
+}
+std::int64_t ZipCacheKVCache::compressed_value_bytes() const {
+  return impl_->value_counters.compressed;
+}
+std::int64_t ZipCacheKVCache::baseline_key_bytes() const {
+  return impl_->key_counters.baseline;
+}
+std::int64_t ZipCacheKVCache::baseline_value_bytes() const {
+  return impl_->value_counters.baseline;
+}
+std::int64_t ZipCacheKVCache::fp16_key_bytes() const {
+  return impl_->key_counters.fp16;
+}
+std::int64_t ZipCacheKVCache::fp16_value_bytes() const {
+  return impl_->value_counters.fp16;
+}
+double ZipCacheKVCache::compression_ratio() const {
+  const Counters& keys = impl_->key_counters;
+  return keys.compressed == 0 ? 1.0 : static_cast<double>(keys.fp16) / static_cast<double>(keys.compressed);
+}
+double ZipCacheKVCache::effective_avg_bits() const {
+  const Counters& keys = impl_->key_counters;
+  if (keys.fp16 == 0) return impl_->settings.hi_bits;
+  return 16.0 * static_cast<double>(keys.compressed) / static_cast<double>(keys.fp16);
+}
+
+}  // namespace kvant::zipcache
