@@ -114,6 +114,7 @@ void Engine::written(const CacheRef& target) {
 
 void Engine::seal_and_account(Layer& layer, CacheBuffer& buffer) {
   std::erase_if(unsealed_, [&](const Unsealed& u) { return u.layer == &layer; });
+  buffer.account(layer);  // rows that are about to be packed belong to the peak
   layer.seal(threads_);
   buffer.account(layer);
 }

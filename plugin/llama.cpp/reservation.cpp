@@ -17,13 +17,11 @@ Reservation::~Reservation() {
 }
 
 void Reservation::protect(void* from, std::size_t bytes, int mode) {
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  auto first = reinterpret_cast<std::uintptr_t>(from);
-  std::uintptr_t last = first + bytes;
-  first = (first + page - 1) / page * page;
-  last = last / page * page;
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t lead = (page - reinterpret_cast<std::uintptr_t>(from) % page) % page;
+  if (bytes < lead + page) return;
   // The fence is a safety net: without it everything still works, so a refusal of the kernel is not an error.
-  if (first < last) static_cast<void>(mprotect(reinterpret_cast<void*>(first), last - first, mode));
+  static_cast<void>(mprotect(static_cast<std::byte*>(from) + lead, (bytes - lead) / page * page, mode));
 }
 
 void Reservation::fence(void* from, std::size_t bytes) {

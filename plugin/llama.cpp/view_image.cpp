@@ -1,7 +1,7 @@
 #include "view_image.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
 #include <limits>
 #include <numeric>
 
@@ -77,7 +77,7 @@ void ViewImage::store_changes(const RowCodec& codec, const void* dense) {
   std::vector<std::uint8_t> changed(rows_.size(), 0);
   for_each([&](std::int64_t index, std::int64_t element) {
     const auto i = static_cast<std::size_t>(index);
-    if (std::memcmp(&before[i], &after[i], sizeof(float)) == 0) return;
+    if (std::bit_cast<std::uint32_t>(before[i]) == std::bit_cast<std::uint32_t>(after[i])) return;
     values_[static_cast<std::size_t>(element - base)] = after[i];
     changed[static_cast<std::size_t>((element - base) / row_values)] = 1;
   });

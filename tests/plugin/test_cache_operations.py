@@ -7,7 +7,7 @@ bf16 against stock f16 gives 0.0036 nats, and these short runs scatter around th
 import json
 
 import pytest
-from conftest import run_python
+from conftest import read_status, run_python
 
 NOISE = 0.008
 # What 4-bit pages may add when they are made as early as possible (pages and window of 32 tokens).
@@ -92,3 +92,17 @@ def test_without_flash_attention_everything_passes_through(packed_results):
 @pytest.mark.parametrize("name", WINDOW_SCENARIOS)
 def test_sliding_window_model(name, window_results):
     assert kld_of(window_results, name) < NOISE
+
+
+def test_sinks_go_by_position(plugin, smollm2, text, tmp_path):
+    """Two sequences share the cells of one stream, and each keeps its own first 32 tokens unquantized."""
+    status = tmp_path / "status.json"
+    recipe = "kitty:boost=0.25,v=2,sink=32,window=32"
+    name = "two_sequences:unified"
+    results = run_scenarios(recipe, plugin, smollm2, text, [name], KVANT_STATUS=str(status))
+    assert kld_of(results, name) < 0.3
+    held = read_status(status)
+    row = 3 * 128 * 2
+    # Both prompts were written before any page was sealed: sequence 0 in cells 0..149, sequence 1 behind it.
+    assert all(layer["exact_bytes"] >= 2 * 32 * row for layer in held["layers"])
+    assert not [note for note in held["notes"] if "position" in note]
