@@ -86,10 +86,12 @@ void move_token(const CacheShape& shape, const cache::RowsLayout& layout, std::b
   }
 }
 
+// Within what PageStore::write accepts: a grid over larger values would have no finite step.
 void check_finite(const std::byte* data, std::size_t count, DType dtype) {
+  const float limit = dtype == DType::f16 ? base::kMaxHalf : base::max_finite(dtype) / 2;
   for (std::size_t i = 0; i < count; ++i) {
-    if (!std::isfinite(base::load_float(data, dtype, static_cast<std::int64_t>(i))))
-      bad("a stored value is not finite");
+    const float value = base::load_float(data, dtype, static_cast<std::int64_t>(i));
+    if (!(std::fabs(value) <= limit)) bad("a stored value is not finite or too large");
   }
 }
 
@@ -135,8 +137,11 @@ void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::
   const auto depth = static_cast<std::size_t>(tile.depth);
   check_finite(head_block + tile.min_offset, depth, impl.shape.dtype);
   check_finite(head_block + tile.max_offset, depth, impl.shape.dtype);
+  const std::uint16_t* index = cache::tile_index(tile, head_block);
   for (int i = 0; i < tile.index_count; ++i) {
-    if (cache::tile_index(tile, head_block)[i] >= tile.depth) bad("a channel index is out of range");
+    if (index[i] >= tile.depth) bad("a channel index is out of range");
+    // A channel that is listed twice would count its bits twice.
+    if (i > 0 && index[i] <= index[i - 1]) bad("channel indices are not ascending");
   }
 }
 

@@ -24,27 +24,12 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 using F = hn::CappedTag<float, 16>;
 
-// Where the CPU has no conversion instruction Highway widens binary16 infinities and NaN as if they were 2^16 and more.
-template <typename T, class V>
-V RestoreNonFinite(V wide) {
-#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2
-  if (std::is_same_v<T, hwy::float16_t>) {
-    const F d;
-    const hn::RebindToSigned<F> di;
-    const auto beyond = hn::RebindMask(di, hn::Ge(hn::Abs(wide), hn::Set(d, 65536.0F)));
-    const auto to_exponent_255 = hn::IfThenElseZero(beyond, hn::Set(di, 0x38000000));
-    return hn::BitCast(d, hn::Add(hn::BitCast(di, wide), to_exponent_255));
-  }
-#endif
-  return wide;
-}
-
 template <typename T>
 void WidenFrom(const T* from, float* to, std::int64_t n) {
   const F d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   std::int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) hn::StoreU(RestoreNonFinite<T>(LoadWide(d, from + i)), d, to + i);
+  for (; i + lanes <= n; i += lanes) hn::StoreU(LoadWide(d, from + i), d, to + i);
   for (; i < n; ++i) {
     std::uint16_t bits = 0;
     std::memcpy(&bits, from + i, sizeof bits);
