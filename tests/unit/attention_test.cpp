@@ -49,8 +49,9 @@ TEST_P(KernelAttention, GroupsAndQueryRows) {
   const ForcedKernel forced(GetParam());
   for (const auto& [heads, group] :
        {std::pair{1, 1}, std::pair{3, 3}, std::pair{4, 7}, std::pair{1, 8}, std::pair{2, 16}}) {
-    for (const std::int64_t rows : {1, 2, 8, 100}) {
-      const Case c{{heads, 64, 64, DType::f16}, group, 400, rows};
+    // The last one makes several blocks of query rows; the fp64 reference sets how many this test can afford.
+    for (const std::int64_t rows : {1, 2, 8, heads * group > 9 ? 25 : 100}) {
+      const Case c{{heads, 64, 64, DType::f16}, group, 300, rows};
       EXPECT_LT(o1_error(parse_recipe("kivi:k=2,v=2,window=0"), c), testing::kTolerance)
           << heads << "x" << group << " " << rows;
       EXPECT_LT(o1_error(parse_recipe("kitty:sink=5"), c), testing::kTolerance) << heads << "x" << group << " " << rows;

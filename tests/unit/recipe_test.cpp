@@ -104,6 +104,35 @@ TEST(Recipe, BadTextIsNamedInTheError) {
   }
 }
 
+// The fuzzer's job in small, for compilers without libFuzzer: damaged text is refused or is a recipe.
+TEST(Recipe, DamagedTextIsRefusedOrSurvivesItsTextForm) {
+  const std::string letters = "kvitysnkwdopagexbf=:,.0123456789-+e ";
+  std::mt19937 random(99);
+  int accepted = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = to_text(random_recipe(random));
+    for (unsigned n = 0; n <= random() % 3; ++n) {
+      const auto at = static_cast<std::ptrdiff_t>(random() % text.size());
+      const char letter = letters[random() % letters.size()];
+      if (random() % 3 == 0) {
+        text.insert(text.begin() + at, letter);
+      } else if (random() % 2 == 0 && text.size() > 1) {
+        text.erase(text.begin() + at);
+      } else {
+        text[static_cast<std::size_t>(at)] = letter;
+      }
+    }
+    try {
+      const Recipe recipe = parse_recipe(text);
+      ASSERT_EQ(parse_recipe(to_text(recipe)), recipe) << text;
+      ++accepted;
+    } catch (const Error& error) {
+      ASSERT_EQ(error.code(), ErrorCode::invalid_argument) << text;
+    }
+  }
+  EXPECT_GT(accepted, 1000);
+}
+
 TEST(Recipe, StructsAreValidatedWhereverTheyEnter) {
   const auto with = [](auto change) {
     Recipe recipe;
