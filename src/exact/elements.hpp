@@ -51,6 +51,7 @@ struct ConstRow {
 
   // out[i] = element i as float
   void load(float* out) const {
+    if (count == 0) return;  // empty arrays may have null data
     if (stride == 1) {
       const auto* bytes = static_cast<const std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type));
       tiles::kernels().widen(bytes, type, out, count);
@@ -68,6 +69,7 @@ struct Row {
   std::int64_t stride = 1;
 
   void store(const float* from) const {
+    if (count == 0) return;
     if (stride == 1) {
       auto* bytes = static_cast<std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type));
       tiles::kernels().narrow(from, bytes, type, count);

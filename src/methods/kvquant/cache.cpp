@@ -140,7 +140,7 @@ void KVQuantKVCache::fetch(const Array& keys, const Array& values, std::int64_t 
     exact::require_extent(name, 3, out->extent[3], shape.channels);
   }
   exact::require_between("first", first, 0, s.tokens - keys.extent[2]);
-  base::parallel_for(2 * shape.all_heads(), threads(), [&](std::int64_t item, int) {
+  base::parallel_for(2 * shape.all_heads(), threads_for(shape, keys.extent[2], threads()), [&](std::int64_t item, int) {
     const std::int64_t head = item / 2;
     if (item % 2 == 0) {
       fetch_head(s.keys, s.key_levels.data(), keys, head, first);

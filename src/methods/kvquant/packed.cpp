@@ -39,7 +39,7 @@ Page PackedSide::make_page(bool coded, std::int64_t capacity) const {
   return page;
 }
 
-// Widest elements first, so that each part is aligned: levels, outlier values, outlier indices, codes.
+// Widest elements first, so that each part is aligned: outlier values, levels, outlier indices, codes.
 PackedSide::Slot PackedSide::slot_of(const Page& page, bool coded, std::int64_t head, std::int64_t slot) const {
   Slot result;
   const std::size_t row = size(head * page.capacity + slot);
@@ -52,7 +52,6 @@ PackedSide::Slot PackedSide::slot_of(const Page& page, bool coded, std::int64_t 
   if (shape_.per_token) {
     const std::size_t outliers = size(shape_.token_outliers);
     const std::size_t element = size_of(shape_.type);
-    // fp32 values need 4 bytes: they come before the 2-byte levels, whose count may be odd with one row.
     result.outlier_values = part + row * outliers * element;
     part += rows * outliers * element;
     result.levels = reinterpret_cast<std::uint16_t*>(part) + row * size(shape_.level_count());
@@ -117,7 +116,6 @@ PackedSide::Places PackedSide::reserve(std::int64_t exact, std::int64_t coded, b
     }
     extend(runs_.back(), n, is_tight);
   };
-  const std::size_t first = runs_.size();
   grow(false, exact, tight);
   grow(true, coded, false);
   Places places;
@@ -131,7 +129,6 @@ PackedSide::Places PackedSide::reserve(std::int64_t exact, std::int64_t coded, b
   };
   if (exact > 0) place(coded > 0 ? runs_[runs_.size() - 2] : runs_.back(), exact);
   if (coded > 0) place(runs_.back(), coded);
-  static_cast<void>(first);
   return places;
 }
 

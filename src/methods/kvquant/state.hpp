@@ -9,6 +9,12 @@
 
 namespace kvant::kvquant {
 
+// One thread where the work is so little that others cost more than they save.
+inline int threads_for(const SideShape& shape, std::int64_t tokens, int threads) {
+  constexpr std::int64_t kSmall = 1 << 15;  // values
+  return shape.all_heads() * tokens * shape.channels < kSmall ? 1 : threads;
+}
+
 // The reference's byte counters: arithmetic on counts, not memory.
 struct Counters {
   std::int64_t compressed_key = 0;

@@ -2,15 +2,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/threads.hpp"
 #include "methods/kvquant/encode.hpp"
 #include "methods/kvquant/fit.hpp"
 #include "methods/kvquant/state.hpp"
 
 namespace kvant::kvquant {
 namespace {
-
-constexpr std::int64_t kSmallCall = 1 << 15;  // values below which threads cost more than they save
 
 // What a call decides before it touches anything.
 struct Plan {
@@ -87,15 +84,14 @@ void KVQuantKVCache::update(const ConstArray& keys, const ConstArray& values) {
   Plan plan = plan_call(keys, s.tokens, s.sink_kept, s.level_count(), first, s.refit_interval, s.n_sink);
   plan.fit.stored = &s.keys;
   plan.fit.stored_levels = s.key_levels.data();
-  const std::int64_t size = shape.all_heads() * plan.tokens * shape.channels;
-  const int used_threads = size < kSmallCall ? 1 : threads();
+  const int used_threads = threads_for(shape, plan.tokens, threads());
 
   // The cache counts nothing of this call before the commits at the end.
   const bool fits = plan.refit && !plan.pending;
   std::vector<float> levels;
   std::vector<float> threshold;
   if (fits) {
-    const int fit_threads = plan.fit.total() * shape.all_heads() * shape.channels < kSmallCall ? 1 : threads();
+    const int fit_threads = threads_for(shape, plan.fit.total(), threads());
     levels = fit_key_levels(plan.fit, shape.level_count(), s.fraction, s.sweeps, fit_threads);
     threshold = fit_thresholds(plan.fit, s.fraction, fit_threads);
     s.keys.close_run(s.key_levels.data());
