@@ -11,7 +11,15 @@ from gguf_file import gguf_bytes, llama
 SECONDS = os.environ.get("KVANT_FUZZ_SECONDS", "5")
 SOURCES = {
     "gguf": ["cli/gguf.cpp", "cli/model.cpp"],
-    "recipe": ["cli/recipes.cpp", "src/base/base.cpp", "src/methods/*.cpp", "src/methods/*/*.cpp"],
+    "recipe": [
+        "cli/recipes.cpp",
+        "src/base/base.cpp",
+        "src/methods/list.cpp",
+        "src/methods/recipe.cpp",
+        "src/methods/f16/f16.cpp",
+        "src/methods/kitty/kitty.cpp",
+        "src/methods/kivi/kivi.cpp",
+    ],
 }
 SEEDS = {
     "gguf": [gguf_bytes(llama()), gguf_bytes(llama(llama__attention__head_count_kv=[1, 2, 3, 4]))],
