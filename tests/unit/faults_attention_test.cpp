@@ -77,7 +77,8 @@ TEST(Faults, D16_RowsWhoseFirstTilesAreHidden) {
         AttentionOptions options;
         options.mask = {bytes.data(), type, 96, 0};
         const auto result = testing::attend(store, 96, queries, 2, 1, options);
-        EXPECT_LT(testing::relative_error(result.out, expected.out), testing::kTolerance) << name << " " << recipe << " " << name_of(type);
+        EXPECT_LT(testing::relative_error(result.out, expected.out), testing::kTolerance)
+            << name << " " << recipe << " " << name_of(type);
         for (std::size_t d = 32; d < 64; ++d) EXPECT_EQ(result.out[d], 0.0F) << name << " " << name_of(type);
         EXPECT_EQ(result.lse[1], -kInfinity);
         // A learned sink of -inf is no sink.
