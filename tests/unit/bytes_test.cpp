@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "cache/store.hpp"
 #include "support/oracle.hpp"
 
 namespace {
@@ -24,12 +25,26 @@ void release(void* data) {
 
 }  // namespace
 
+// Every form is replaced: a sanitizer's own ones would hand memory to these deletes.
 void* operator new(std::size_t size) {
   return counted(std::malloc(size));
+}
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  void* data = std::malloc(size);
+  return data == nullptr ? nullptr : counted(data);
 }
 void* operator new(std::size_t size, std::align_val_t alignment) {
   const auto boundary = static_cast<std::size_t>(alignment);
   return counted(std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary));
+}
+void* operator new[](std::size_t size) {
+  return ::operator new(size);
+}
+void* operator new[](std::size_t size, const std::nothrow_t& tag) noexcept {
+  return ::operator new(size, tag);
+}
+void* operator new[](std::size_t size, std::align_val_t alignment) {
+  return ::operator new(size, alignment);
 }
 void operator delete(void* data) noexcept {
   release(data);
@@ -37,10 +52,28 @@ void operator delete(void* data) noexcept {
 void operator delete(void* data, std::size_t) noexcept {
   release(data);
 }
+void operator delete(void* data, const std::nothrow_t&) noexcept {
+  release(data);
+}
 void operator delete(void* data, std::align_val_t) noexcept {
   release(data);
 }
 void operator delete(void* data, std::size_t, std::align_val_t) noexcept {
+  release(data);
+}
+void operator delete[](void* data) noexcept {
+  release(data);
+}
+void operator delete[](void* data, std::size_t) noexcept {
+  release(data);
+}
+void operator delete[](void* data, const std::nothrow_t&) noexcept {
+  release(data);
+}
+void operator delete[](void* data, std::align_val_t) noexcept {
+  release(data);
+}
+void operator delete[](void* data, std::size_t, std::align_val_t) noexcept {
   release(data);
 }
 
@@ -93,6 +126,33 @@ TEST(Faults, D56_LayoutPredictsSealedBytes) {
     EXPECT_EQ(cache.bytes().sealed, layout.page_bytes * 8);
     EXPECT_EQ(cache.bytes().open, 0U);
     EXPECT_NEAR(8.0 * static_cast<double>(cache.bytes().sealed) / (1024.0 * 8 * 256), layout.bits_per_value, 1e-12);
+  }
+}
+
+// A cache gives memory back: what it no longer says it holds is either in its pool or with the allocator again.
+TEST(Bytes, FallAfterTrimAndClear) {
+  const CacheShape shape{4, 64, 64, DType::f16};
+  const auto rows = testing::random_floats(std::size_t{2000} * 4 * 64, 5);
+  for (const char* recipe : {"f16", "kivi:window=0", "kitty:sink=4"}) {
+    const std::int64_t before = live;
+    {
+      Cache cache(parse_recipe(recipe), shape);
+      const ConstView view = dense_view(rows.data(), DType::f32, 2000, 4, 64);
+      cache.append(view, view);
+      const auto held = [&] { return static_cast<double>(live - before); };
+      const auto said = [&] {
+        return static_cast<double>(cache.bytes().total() + idle_bytes(*cache.store().impl().pool));
+      };
+      EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
+      const std::size_t full = cache.bytes().total();
+      cache.trim(1000);
+      EXPECT_LT(cache.bytes().total(), full * 6 / 10) << recipe;
+      EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
+      cache.clear();
+      EXPECT_EQ(cache.bytes().total(), cache.bytes().tables) << recipe;
+      EXPECT_NEAR(said(), held(), 0.01 * held() + 512) << recipe;  // 512: the vectors inside the pool and the layout
+    }
+    EXPECT_EQ(live.load(), before) << recipe << " leaks";
   }
 }
 
