@@ -200,6 +200,8 @@ class StoreModel {
     for (std::int64_t cell = 0; cell < size(); ++cell) {
       const Cell& c = cells_[static_cast<std::size_t>(cell)];
       ASSERT_EQ(store.is_written(cell), !c.rows[0].empty() && !c.rows[1].empty()) << cell;
+      const auto& page = store.impl().pages[static_cast<std::size_t>(cell / recipe_.page)];
+      ASSERT_EQ(page.exact[static_cast<std::size_t>(cell % recipe_.page)], c.exact) << cell;
     }
   }
 

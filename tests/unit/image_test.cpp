@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 #include <xxhash.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -102,6 +105,39 @@ TEST(Image, ForgedImagesAreRefusedOrUsable) {
     }
   }
   EXPECT_GT(refused, 100);
+}
+
+// A channel that is listed twice would count its bits twice, up to an undefined shift.
+TEST(Image, ChannelListsMustAscend) {
+  const Cache cache = small_cache(kRecipe, 70);
+  const std::vector<std::byte> image = cache.save();
+  const auto block = cache.store().sealed_block(0);
+  const auto found = std::search(image.begin(), image.end(), block.begin(), block.end());
+  ASSERT_NE(found, image.end());
+  const TileLayout& tile = cache.store().layout().key;
+  ASSERT_EQ(tile.index_count, 2);
+  const auto at = static_cast<std::size_t>(found - image.begin()) + tile.index_offset;
+  for (const std::array<std::uint16_t, 2> index : {std::array<std::uint16_t, 2>{1, 1}, {3, 0}, {0, 4}, {65535, 1}}) {
+    std::vector<std::byte> forged = image;
+    std::memcpy(forged.data() + at, index.data(), sizeof index);
+    EXPECT_EQ(load_error(reseal(forged)), ErrorCode::bad_format) << index[0] << " " << index[1];
+  }
+}
+
+// What write refuses cannot come in through an image either.
+TEST(Image, ValuesBeyondTheTypesLimitAreRefused) {
+  Cache cache(parse_recipe("kivi"), {1, 4, 4, DType::f32});
+  const std::vector<float> row = {1.0F, 2.0F, 3.0F, 12345.0F};
+  cache.append(dense_view(row.data(), DType::f32, 1, 1, 4), dense_view(row.data(), DType::f32, 1, 1, 4));
+  const std::vector<std::byte> image = cache.save();
+  const auto* marker = reinterpret_cast<const std::byte*>(row.data() + 3);
+  const auto found = std::search(image.begin(), image.end(), marker, marker + sizeof(float));
+  ASSERT_NE(found, image.end());
+  for (const float bad : {3e38F, -2e38F, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    std::vector<std::byte> forged = image;
+    std::memcpy(forged.data() + (found - image.begin()), &bad, sizeof bad);
+    EXPECT_EQ(load_error(reseal(forged)), ErrorCode::bad_format) << bad;
+  }
 }
 
 TEST(Faults, D51_SizesAroundAPageSaveAndLoad) {

@@ -143,6 +143,18 @@ TEST_P(Softmax, VisibleNanReachesTheResult) {
   }
 }
 
+TEST_P(Softmax, OnlyVisibleScoreIsNan) {
+  for (std::size_t at = 0; at < 64; ++at) {
+    std::vector<float> scores(64, 1.0F);
+    std::vector<float> mask(64, kHidden);
+    scores[at] = kNan;
+    mask[at] = 0;
+    Running running;
+    running.add(set, scores, mask, 1, 0);
+    ASSERT_TRUE(std::isnan(running.sum)) << at;
+  }
+}
+
 TEST_P(Softmax, FarApartScoresUnderflowToZero) {
   std::vector<float> scores(16, -200000.0F);
   scores[4] = 4800.0F;
