@@ -4,8 +4,7 @@
 source "$(dirname "$0")/common.sh"
 
 stages=("$@")
-# sanitize is asked for by name: GCC 12 needs over ten minutes for tiles/product.cpp with sanitizers and debug information.
-((${#stages[@]})) || stages=(static release cli plugin install readme)
+((${#stages[@]})) || stages=(static release sanitize cli plugin install readme)
 summary=()
 failed=0
 cd "$ROOT"

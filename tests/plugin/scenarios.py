@@ -1,7 +1,8 @@
 """What is done to a cache, as functions of one context. Each returns the logits that must agree between hosts.
 
 Run as a program it does each scenario twice, with the cache on the CPU and with the cache in the plug-in, and prints a
-JSON object with the divergence per scenario. One process per recipe: the plug-in reads it once.
+JSON object with the divergence per scenario; with --floor also the divergence of the host's own bf16 cache, which is
+what a change of arithmetic alone makes on this model and text. One process per recipe: the plug-in reads it once.
 """
 
 import json
@@ -9,6 +10,8 @@ import sys
 
 import numpy as np
 from capi import ON_DEVICE, Context, Model, divergence, load_plugin
+
+BF16 = 30  # the host's number of the type
 
 
 def plain(model, tokens, **options):
@@ -28,7 +31,7 @@ def quantized_type(model, tokens, **options):
 
 
 def bf16_type(model, tokens, **options):
-    return plain(model, tokens, cache_type=30, **options)
+    return plain(model, tokens, cache_type=BF16, **options)
 
 
 def no_flash(model, tokens, **options):
@@ -141,7 +144,7 @@ def many_contexts(model, tokens, **options):
 
 
 def main():
-    plugin, model_path, text_path, *wanted = sys.argv[1:]
+    plugin, model_path, text_path, *wanted = [word for word in sys.argv[1:] if word != "--floor"]
     assert load_plugin(plugin), "the host did not take the plug-in"
     with open(text_path, encoding="utf-8") as file:
         text = file.read(20000)
@@ -149,9 +152,14 @@ def main():
     tokens = models[0].tokens(text, 400)
     for name in wanted:
         function, layout = name.split(":")
-        stock, ours = (globals()[function](model, tokens, unified=layout == "unified") for model in models)
+        unified = layout == "unified"
+        stock, ours = (globals()[function](model, tokens, unified=unified) for model in models)
         top = float((stock.argmax(-1) == ours.argmax(-1)).mean())
-        print(json.dumps({"name": name, "kld": divergence(stock, ours), "top": top, "rows": len(stock)}), flush=True)
+        result = {"name": name, "kld": divergence(stock, ours), "top": top, "rows": len(stock)}
+        if "--floor" in sys.argv:
+            bf16 = globals()[function](models[0], tokens, unified=unified, cache_type=BF16)
+            result["floor"] = divergence(stock, bf16)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ WINDOW_SCENARIOS = ["copied_sequence:unified", "removed_and_refilled:unified", "
 def run_scenarios(recipe, plugin, model, text, names, **extra):
     done = run_python("scenarios.py", plugin, model, text, *names, recipe=recipe, check=False, **extra)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {r["name"]: r["kld"] for r in results}, done.stderr
+    return {r["name"]: r["kld"] for r in results}, done.stderr, {r["name"]: r.get("floor") for r in results}
 
 
 def kld_of(results, name):
-    divergences, errors = results
+    divergences, errors, _ = results
     assert name in divergences, errors[-3000:]
     return divergences[name]
 
@@ -65,7 +65,7 @@ def run_packed(plugin, smollm2, text):
 
 @pytest.fixture(scope="module", name="window_results")
 def run_window(plugin, gemma, text):
-    return run_scenarios("f16", plugin, gemma, text, WINDOW_SCENARIOS)
+    return run_scenarios("f16", plugin, gemma, text, [*WINDOW_SCENARIOS, "--floor"])
 
 
 @pytest.mark.parametrize("name", F16_SCENARIOS)
@@ -91,7 +91,8 @@ def test_without_flash_attention_everything_passes_through(packed_results):
 
 @pytest.mark.parametrize("name", WINDOW_SCENARIOS)
 def test_sliding_window_model(name, window_results):
-    assert kld_of(window_results, name) < NOISE
+    """This model is noisier than the other one, and by how much depends on the text: stock bf16 is the measure."""
+    assert kld_of(window_results, name) < 2 * window_results[2][name]
 
 
 def test_sinks_go_by_position(plugin, smollm2, text, tmp_path):

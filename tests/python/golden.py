@@ -1,9 +1,13 @@
 """Reader of the recorded reference results: index.json and its safetensors files (see the index's "format" entry)."""
 
+import atexit
 import functools
 import json
 import os
 import pathlib
+import shutil
+import tarfile
+import tempfile
 
 import ml_dtypes
 import numpy as np
@@ -19,17 +23,23 @@ TYPES = {
 }
 
 
+@functools.cache
 def folder():
-    """Where the files are, or None."""
-    places = [os.environ.get("KVANT_GOLDEN_DIR"), ROOT / "tests/data/golden", ROOT.parent / "shared/golden"]
-    found = [pathlib.Path(p) for p in places if p and (pathlib.Path(p) / "index.json").exists()]
-    return found[0] if found else None
+    """Where the files are: KVANT_GOLDEN_DIR, ../shared/golden, else this repository's copy, unpacked for this run."""
+    for place in (os.environ.get("KVANT_GOLDEN_DIR"), ROOT.parent / "shared/golden"):
+        if place and (pathlib.Path(place) / "index.json").exists():
+            return pathlib.Path(place)
+    unpacked = tempfile.mkdtemp(prefix="kvant-golden-")
+    atexit.register(shutil.rmtree, unpacked, ignore_errors=True)
+    with tarfile.open(ROOT / "tests/data/golden.tar.xz") as archive:
+        archive.extractall(unpacked)
+    return pathlib.Path(unpacked)
 
 
 @functools.cache
 def cases():
-    """Every recorded case, none when the files are not there."""
-    return json.loads((folder() / "index.json").read_text())["cases"] if folder() else []
+    """Every recorded case."""
+    return json.loads((folder() / "index.json").read_text())["cases"]
 
 
 @functools.cache

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from bits import assert_bits
 
-pytestmark = pytest.mark.skipif(golden.folder() is None, reason="no golden files (KVANT_GOLDEN_DIR)")
-
 # Quirks refused with a typed error: case -> step at which it is refused.
 REFUSED = {
     "kitty_cache/27": "trim",  # a negative trim

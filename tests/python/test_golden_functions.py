@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from bits import assert_bits
 
-pytestmark = pytest.mark.skipif(golden.folder() is None, reason="no golden files (KVANT_GOLDEN_DIR)")
-
 # Quirks that kvant refuses with a typed error instead of repeating them; listed in the methods' READMEs as well.
 REFUSED = {
     "_quant_utils._group_quant_dequant/37": "0 bits",

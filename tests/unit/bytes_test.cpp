@@ -1,85 +1,9 @@
 // O5: reported bytes against an allocator that counts. A program of its own, because it replaces operator new.
 #include <gtest/gtest.h>
-#include <malloc.h>
-
-#include <atomic>
-#include <cstdlib>
-#include <new>
 
 #include "cache/store.hpp"
+#include "support/counting.hpp"
 #include "support/oracle.hpp"
-
-namespace {
-
-std::atomic<std::int64_t> live{0};
-
-// Buffers that malloc maps one by one are rounded up to whole memory pages; whether it does depends on what was freed
-// before, so tests would depend on each other.
-[[maybe_unused]] const int heap_only = mallopt(M_MMAP_THRESHOLD, 1 << 30);
-
-void* counted(void* data) {
-  if (data == nullptr) throw std::bad_alloc();
-  live += static_cast<std::int64_t>(malloc_usable_size(data));
-  return data;
-}
-void release(void* data) {
-  if (data != nullptr) live -= static_cast<std::int64_t>(malloc_usable_size(data));
-  std::free(data);
-}
-
-}  // namespace
-
-// Every form is replaced: a sanitizer's own ones would hand memory to these deletes.
-void* operator new(std::size_t size) {
-  return counted(std::malloc(size));
-}
-void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  void* data = std::malloc(size);
-  return data == nullptr ? nullptr : counted(data);
-}
-void* operator new(std::size_t size, std::align_val_t alignment) {
-  const auto boundary = static_cast<std::size_t>(alignment);
-  return counted(std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary));
-}
-void* operator new[](std::size_t size) {
-  return ::operator new(size);
-}
-void* operator new[](std::size_t size, const std::nothrow_t& tag) noexcept {
-  return ::operator new(size, tag);
-}
-void* operator new[](std::size_t size, std::align_val_t alignment) {
-  return ::operator new(size, alignment);
-}
-void operator delete(void* data) noexcept {
-  release(data);
-}
-void operator delete(void* data, std::size_t) noexcept {
-  release(data);
-}
-void operator delete(void* data, const std::nothrow_t&) noexcept {
-  release(data);
-}
-void operator delete(void* data, std::align_val_t) noexcept {
-  release(data);
-}
-void operator delete(void* data, std::size_t, std::align_val_t) noexcept {
-  release(data);
-}
-void operator delete[](void* data) noexcept {
-  release(data);
-}
-void operator delete[](void* data, std::size_t) noexcept {
-  release(data);
-}
-void operator delete[](void* data, const std::nothrow_t&) noexcept {
-  release(data);
-}
-void operator delete[](void* data, std::align_val_t) noexcept {
-  release(data);
-}
-void operator delete[](void* data, std::size_t, std::align_val_t) noexcept {
-  release(data);
-}
 
 namespace kvant {
 namespace {
@@ -89,12 +13,14 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
   const auto keys = testing::random_keys(tokens, shape.kv_heads, shape.key_dim, 1);
   const auto values = testing::random_floats(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim), 2);
   const Recipe parsed = parse_recipe(recipe);
-  const std::int64_t before = live;
+  const std::int64_t before = testing::live_bytes();
   const auto pool = make_page_pool();
   PageStore store(parsed, shape, tokens, pool);
   std::vector<std::int64_t> cells(static_cast<std::size_t>(tokens));
   std::iota(cells.begin(), cells.end(), 0);
-  const auto held = [&] { return live - before - static_cast<std::int64_t>(cells.capacity() * sizeof(std::int64_t)); };
+  const auto held = [&] {
+    return testing::live_bytes() - before - static_cast<std::int64_t>(cells.capacity() * sizeof(std::int64_t));
+  };
   store.write(Side::key, cells, dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim));
   store.write(Side::value, cells, dense_view(values.data(), DType::f32, tokens, shape.kv_heads, shape.value_dim));
   store.seal_ready();
@@ -141,12 +67,12 @@ TEST(Bytes, FallAfterTrimAndClear) {
   ASSERT_FALSE(active_kernel().empty());
   ASSERT_EQ(Cache(parse_recipe("kivi"), shape).length(), 0);
   for (const char* recipe : {"f16", "kivi:window=0", "kitty:sink=4"}) {
-    const std::int64_t before = live;
+    const std::int64_t before = testing::live_bytes();
     {
       Cache cache(parse_recipe(recipe), shape);
       const ConstView view = dense_view(rows.data(), DType::f32, 2000, 4, 64);
       cache.append(view, view);
-      const auto held = [&] { return static_cast<double>(live - before); };
+      const auto held = [&] { return static_cast<double>(testing::live_bytes() - before); };
       const auto said = [&] {
         return static_cast<double>(cache.bytes().total() + idle_bytes(*cache.store().impl().pool));
       };
@@ -159,7 +85,7 @@ TEST(Bytes, FallAfterTrimAndClear) {
       EXPECT_EQ(cache.bytes().total(), cache.bytes().tables) << recipe;
       EXPECT_NEAR(said(), held(), 0.01 * held() + 512) << recipe;  // 512: the vectors inside the pool and the layout
     }
-    EXPECT_EQ(live.load(), before) << recipe << " leaks";
+    EXPECT_EQ(testing::live_bytes(), before) << recipe << " leaks";
   }
 }
 
@@ -173,11 +99,11 @@ TEST(Bytes, WorkspaceIsCounted) {
     store.write(side, cells, dense_view(rows.data(), DType::f32, 256, 8, 128));
   std::vector<float> out(std::size_t{64} * 32 * 128);
   const auto queries = testing::random_floats(out.size(), 4);
-  const std::int64_t before = live;
+  const std::int64_t before = testing::live_bytes();
   const auto workspace = make_workspace();
   attend(store, 256, dense_view(queries.data(), DType::f32, 64, 32, 128),
          dense_view(out.data(), DType::f32, 64, 32, 128), {}, *workspace);
-  const auto held = static_cast<double>(live - before);
+  const auto held = static_cast<double>(testing::live_bytes() - before);
   EXPECT_NEAR(static_cast<double>(bytes_of(*workspace)), held, 0.01 * held);
 }
 
