@@ -92,6 +92,9 @@ TEST(Recipes, CommaRule) {
   EXPECT_EQ(split_recipes("kivi:k=2,v=2,window=0;kitty"), (List{"kivi:k=2,v=2,window=0", "kitty"}));
   EXPECT_EQ(split_recipes("  kitty \n kivi , f16 ,"), (List{"kitty", "kivi", "f16"}));
   EXPECT_EQ(split_recipes("stock:q8_0/q4_0,kivi"), (List{"stock:q8_0/q4_0", "kivi"}));
+  EXPECT_EQ(split_recipes("f16,k=kitty,v=kivi:4,sink=4"), (List{"f16", "k=kitty,v=kivi:4,sink=4"}));
+  EXPECT_EQ(split_recipes("layers=0-1:kivi:k=8,v=8,3:f16,*:kitty,stock:q8_0"),
+            (List{"layers=0-1:kivi:k=8,v=8,3:f16,*:kitty", "stock:q8_0"}));
   EXPECT_EQ(split_recipes(""), List{});
 }
 
@@ -99,7 +102,7 @@ TEST(Recipes, RowsBeginWithTheBaseAndAreUnique) {
   const std::vector<RowSpec> rows = parse_rows({"kivi,stock:f16,kivi", "stock:q8_0/q4_0"});
   ASSERT_EQ(rows.size(), 3U);
   EXPECT_TRUE(rows[0].stock());
-  EXPECT_EQ(rows[1].recipe->method, "kivi");
+  EXPECT_EQ(to_text(*rows[1].recipe).substr(0, 5), "kivi:");
   EXPECT_EQ(rows[2].key_type, "q8_0");
   EXPECT_EQ(rows[2].value_type, "q4_0");
   EXPECT_THROW(parse_rows({"kivi:k=4,v"}), CliError);
@@ -146,7 +149,7 @@ TEST(Estimate, StockTypesAreTheirBits) {
 
 TEST(Estimate, ShortContextsAreAllOpen) {
   const ModelShape model = model_shape(GgufMetadata::parse(small_model()));
-  const Estimate estimate = estimate_recipe(model, parse_recipe("kivi"), 100, 512);
+  const Estimate estimate = estimate_recipe(model, parse_layer_recipes("kivi"), 100, 512);
   EXPECT_EQ(estimate.sealed, 0U);
   EXPECT_GT(estimate.open, 0U);
 }
