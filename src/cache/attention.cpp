@@ -229,8 +229,7 @@ void attend(const PageStore& store, std::int64_t n_cells, const ConstView& queri
             const AttentionOptions& options, Workspace& workspace, float* lse) {
   check_shapes(store, n_cells, queries, out, options);
   if (queries.extent[0] == 0) return;
-  cache::AttentionPlan plan;
-  plan.store = &store.impl();
+  cache::AttentionPlan plan(store.impl());
   plan.options = &options;
   plan.queries = queries;
   plan.n_cells = n_cells;

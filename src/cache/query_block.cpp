@@ -11,7 +11,7 @@ namespace kvant::cache {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int kMaxGroups = 8;  // groups of planes with the same channels in a tile
+constexpr int kMaxSets = 2;    // index sets of a tile: gathered planes and the others
 constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
 
 int longest(const AttentionPlan& plan) {
@@ -21,23 +21,23 @@ int longest(const AttentionPlan& plan) {
 
 }  // namespace
 
-// A run of planes that multiply the same x: consecutive planes of a tile over the same depth indices.
-struct QueryBlock::Group {
-  std::size_t first = 0;
-  std::size_t end = 0;
-  float mid = 0;  // mean code, over all codes of the planes
-
-  static Group at(const TileLayout& tile, std::size_t first) {
-    Group group{first, first, 0};
-    const PlaneLayout& head = tile.planes[first];
-    while (group.end < tile.planes.size() && tile.planes[group.end].gathered == head.gathered &&
-           tile.planes[group.end].depth == head.depth) {
-      const PlaneLayout& plane = tile.planes[group.end++];
-      group.mid += 0.5F * static_cast<float>(((1 << plane.bits) - 1) << plane.shift);
-    }
-    return group;
+TilePlan::TilePlan(const TileLayout& tile) : depth(tile.depth) {
+  for (const PlaneLayout& plane : tile.planes) {
+    // All gathered planes take the start of one index list; a shorter one is a part of the longest.
+    auto set = std::find_if(sets.begin(), sets.end(), [&](const XSet& x) { return x.gathered == plane.gathered; });
+    if (set == sets.end()) set = sets.insert(sets.end(), XSet{plane.gathered, 0, {}, {}, {}});
+    set->depth = std::max(set->depth, plane.depth);
+    set->planes.push_back({nullptr, plane.bits, plane.shift, 0, plane.depth});
+    set->offsets.push_back(plane.offset);
   }
-};
+  for (XSet& set : sets) {
+    set.mid.resize(static_cast<std::size_t>(base::round_up(set.depth, tiles::kDepthPad)));
+    for (const tiles::CodePlane& plane : set.planes) {
+      const float mean = 0.5F * static_cast<float>(((1 << plane.bits) - 1) << plane.shift);
+      for (int i = 0; i < plane.depth; ++i) set.mid[static_cast<std::size_t>(plane.first + i)] += mean;
+    }
+  }
+}
 
 std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
@@ -48,10 +48,10 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) +
+         6 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
-         Arena::padded<std::int32_t>(kMaxGroups * tiles::packed_words(longest(plan), static_cast<int>(n))) +
-         Arena::padded<float>(kMaxGroups * n);
+         Arena::padded<std::int32_t>(kMaxSets * tiles::packed_words(longest(plan), static_cast<int>(n))) +
+         Arena::padded<float>(kMaxSets * n);
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -68,12 +68,12 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   exact_ = arena.take<float>(n * page);
   mask_ = arena.take<float>(n * page);
   output_ = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
-  for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &ones_, &factor_}) *vector = arena.take<float>(n);
+  for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &ones_}) *vector = arena.take<float>(n);
   for (float** line : {&min_, &step_, &scratch_}) *line = arena.take<float>(deep);
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
-  packed_ = arena.take<std::int32_t>(kMaxGroups * tiles::packed_words(longest(plan), capacity_));
-  x_scale_ = arena.take<float>(kMaxGroups * n);
+  packed_ = arena.take<std::int32_t>(kMaxSets * tiles::packed_words(longest(plan), capacity_));
+  x_scale_ = arena.take<float>(kMaxSets * n);
   std::fill_n(ones_, n, 1.0F);
 }
 
@@ -229,45 +229,42 @@ void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, 
   kernels_.multiply_rows(product);
 }
 
-int QueryBlock::pack_tile(const TileLayout& tile, const std::byte* head_block, const float* v, std::int64_t v_stride) {
+void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
+                           std::int64_t v_stride) {
   load_grid(tile, store_.shape.dtype, head_block, widths_, min_, step_);
   for (int n = 0; n < vectors_; ++n) bias_[n] = kernels_.dot(v + n * v_stride, min_, tile.depth);
-  int groups = 0;
-  for (std::size_t i = 0; i < tile.planes.size(); ++groups) {
-    const Group group = Group::at(tile, i);
-    const PlaneLayout& plane = tile.planes[i];
+  std::size_t words = 0;
+  for (std::size_t i = 0; i < plan.sets.size(); ++i) {
+    const TilePlan::XSet& set = plan.sets[i];
     tiles::PackArgs pack;
     pack.v = v;
     pack.v_stride = v_stride;
     pack.step = step_;
-    pack.index = plane.gathered ? tile_index(tile, head_block) : nullptr;
-    pack.depth = plane.depth;
+    pack.index = set.gathered ? tile_index(tile, head_block) : nullptr;
+    pack.depth = set.depth;
     pack.vectors = vectors_;
     pack.wide = store_.recipe.x_bits == 16;
-    pack.mid = group.mid;
-    pack.x = packed_ + static_cast<std::size_t>(groups) * tiles::packed_words(tile.depth, vectors_);
-    pack.scale = x_scale_ + groups * vectors_;
+    pack.mid = set.mid.data();
+    pack.x = packed_ + words;
+    pack.scale = x_scale_ + i * static_cast<std::size_t>(vectors_);
     pack.bias = bias_;
     pack.scratch = scratch_;
     kernels_.pack_x(pack);
-    i = group.end;
+    words += tiles::packed_words(set.depth, vectors_);
   }
-  return groups;
 }
 
-void QueryBlock::multiply_tile(const TileLayout& tile, const std::byte* head_block, int groups, float* out,
+void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, float* out,
                                std::int64_t out_stride) {
-  std::size_t first = 0;
-  for (int g = 0; g < groups; ++g) {
-    const Group group = Group::at(tile, first);
-    for (std::size_t i = first; i < group.end; ++i) {
-      const PlaneLayout& plane = tile.planes[i];
-      for (int n = 0; n < vectors_; ++n) factor_[n] = x_scale_[g * vectors_ + n] * static_cast<float>(1 << plane.shift);
-      kernels_.multiply_codes({head_block + plane.offset, plane.bits, tile.rows, plane.depth,
-                               packed_ + static_cast<std::size_t>(g) * tiles::packed_words(tile.depth, vectors_),
-                               vectors_, store_.recipe.x_bits == 16, factor_, out, out_stride});
-    }
-    first = group.end;
+  std::size_t words = 0;
+  for (std::size_t i = 0; i < plan.sets.size(); ++i) {
+    const TilePlan::XSet& set = plan.sets[i];
+    planes_.assign(set.planes.begin(), set.planes.end());
+    for (std::size_t p = 0; p < planes_.size(); ++p) planes_[p].plane = head_block + set.offsets[p];
+    kernels_.multiply_codes({planes_.data(), static_cast<int>(planes_.size()), tile.rows, packed_ + words, set.depth,
+                             vectors_, store_.recipe.x_bits == 16, x_scale_ + i * static_cast<std::size_t>(vectors_),
+                             out, out_stride});
+    words += tiles::packed_words(set.depth, vectors_);
   }
 }
 
@@ -291,9 +288,9 @@ void QueryBlock::score_page(const Page& page, int cells) {
     return;
   }
   const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
-  const int groups = pack_tile(store_.layout.key, head_block, queries_, query_stride_);
+  pack_tile(store_.layout.key, plan_.key, head_block, queries_, query_stride_);
   for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, bias_[n]);
-  multiply_tile(store_.layout.key, head_block, groups, scores_, score_stride_);
+  multiply_tile(store_.layout.key, plan_.key, head_block, scores_, score_stride_);
   if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
 }
 
@@ -330,9 +327,9 @@ void QueryBlock::mix_page(const Page& page, int cells) {
     kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
     mix_exact(exact);
   }
-  const int groups = pack_tile(store_.layout.value, head_block, scores_, score_stride_);
+  pack_tile(store_.layout.value, plan_.value, head_block, scores_, score_stride_);
   kernels_.rescale(output_, output_stride_, vectors_, width, exact.cells.empty() ? alpha_ : ones_, bias_);
-  multiply_tile(store_.layout.value, head_block, groups, output_, output_stride_);
+  multiply_tile(store_.layout.value, plan_.value, head_block, output_, output_stride_);
 }
 
 // Pages lie anywhere in memory and no hardware prefetcher follows: what comes next is asked for while this is computed.

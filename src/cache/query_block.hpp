@@ -12,10 +12,27 @@
 
 namespace kvant::cache {
 
+// A tile as multiply_codes takes it: planes that read the same depth indices share one packed x.
+struct TilePlan {
+  struct XSet {
+    bool gathered = false;  // x follows the tile's index list
+    int depth = 0;          // depth indices of x
+    std::vector<tiles::CodePlane> planes;
+    std::vector<std::size_t> offsets;  // of the planes inside the head's block
+    std::vector<float> mid;            // [depth padded] mean code of each depth index
+  };
+  std::vector<XSet> sets;
+  int depth = 0;
+
+  explicit TilePlan(const TileLayout& tile);
+};
+
 // What all blocks of one attend() share.
 struct AttentionPlan {
   const PageStore::Impl* store = nullptr;
   const AttentionOptions* options = nullptr;
+  TilePlan key;
+  TilePlan value;
   ConstView queries;
   std::int64_t n_cells = 0;
   std::int64_t rows = 0;
@@ -24,6 +41,7 @@ struct AttentionPlan {
   float scale = 1;
   std::vector<float> slopes;  // per query head, 1 without ALiBi
 
+  explicit AttentionPlan(const PageStore::Impl& s) : store(&s), key(s.layout.key), value(s.layout.value) {}
   int query_heads() const { return group * store->shape.kv_heads; }
 };
 
@@ -57,10 +75,11 @@ class QueryBlock {
   void mix_exact(const ExactRows& exact);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
                      float* out, std::int64_t out_stride);
-  struct Group;
-  // Rounds v * step to integers for every group of planes with the same channels; bias_ gets v * min and the rounding.
-  int pack_tile(const TileLayout& tile, const std::byte* head_block, const float* v, std::int64_t v_stride);
-  void multiply_tile(const TileLayout& tile, const std::byte* head_block, int groups, float* out,
+  // Rounds v * step to integers for every index set of the tile; bias_ gets v * min and the rounding.
+  void pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
+                 std::int64_t v_stride);
+  // out += the tile times what pack_tile packed
+  void multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, float* out,
                      std::int64_t out_stride);
 
   const AttentionPlan& plan_;
@@ -85,7 +104,6 @@ class QueryBlock {
   float* bias_ = nullptr;
   float* slope_ = nullptr;
   float* ones_ = nullptr;
-  float* factor_ = nullptr;
   float* min_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
   float* scratch_ = nullptr;
@@ -93,7 +111,8 @@ class QueryBlock {
   float* mask_ = nullptr;  // [vectors][page]
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
-  float* x_scale_ = nullptr;  // [groups][vectors]
+  float* x_scale_ = nullptr;  // [index sets][vectors]
+  std::vector<tiles::CodePlane> planes_;
   std::vector<int> widths_;
 };
 

@@ -12,7 +12,9 @@
 
 namespace kvant::tiles {
 
+void fill_pack(Kernels& k);
 void fill_products(Kernels& k);
+void fill_rows(Kernels& k);
 void fill_softmax(Kernels& k);
 void fill_codec(Kernels& k);
 
@@ -36,7 +38,9 @@ std::vector<Kernels> make_sets() {
     hwy::GetChosenTarget().Update(hwy::SupportedTargets());
     Kernels k;
     fill_codec(k);
+    fill_pack(k);
     fill_products(k);
+    fill_rows(k);
     fill_softmax(k);
     k.name = set_name(k.name);
     // The emulated target is left out: "scalar" below is our own reference.

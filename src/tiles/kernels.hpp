@@ -18,34 +18,58 @@ constexpr float kNarrowMax = 127.0F;
 // The finest step of x. A smaller one (softmax weights of a page far below the maximum) has no finite inverse.
 constexpr float kFinestX = 2e-38F;
 
-// Rounds x[n][d] = v[n][channel(d)] * step[channel(d)] to integers for multiply_codes.
+// Depth indices of a tile at most: channels of a head.
+constexpr int kMaxDepth = 1024;
+// Integer sums run over this many depth indices (0..255, 256..511, ...), then become float: 8-bit codes times a 16-bit
+// x reach 255 * 32639 * 256 = 2130673920, just below 2^31.
+constexpr int kSumDepth = 256;
+
+// Rounds x[n][i] = v[n][c] * step[c], c = index[i], to integers for multiply_codes.
 struct PackArgs {
   const float* v = nullptr;  // [vectors][v_stride]
   std::int64_t v_stride = 0;
   const float* step = nullptr;           // [channels]
-  const std::uint16_t* index = nullptr;  // null: channel(d) = d, else index[d]
+  const std::uint16_t* index = nullptr;  // null: index[i] = i
   int depth = 0;
   int vectors = 0;
-  bool wide = true;           // 16-bit x, else 8-bit
-  float mid = 0;              // mean code of the planes that this x meets
-  std::int32_t* x = nullptr;  // out: packed_words(depth, vectors) words, layout private to the kernel set
-  float* scale = nullptr;     // out [vectors]: x = scale * integer
-  float* bias = nullptr;     // in/out [vectors]: += mid * sum(x - scale * integer), the rounding error of the mean code
+  bool wide = true;            // 16-bit x, else 8-bit
+  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets; null: 0
+  std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
+  float* scale = nullptr;      // out [vectors]: x = scale * integer
+  float* bias =
+      nullptr;  // in/out [vectors]: += sum mid[i] * (x - scale * integer), the rounding error at the mean code
   float* scratch = nullptr;  // round_up(depth, 32) floats
 };
 
-// Words that a packed x takes, zero padding up to kDepthPad included.
-constexpr std::size_t packed_words(int depth, int vectors) {
-  return static_cast<std::size_t>((depth + 31) / 32) * 8 * 2 * static_cast<std::size_t>(vectors);
+// Words of one vector, zero padding up to kDepthPad included: the word of depth index i is at i / 4 * 2.
+constexpr std::int64_t vector_words(int depth) {
+  return std::int64_t{(depth + 31) / 32} * 8 * 2;
 }
 
-// out[n][row] += factor[n] * sum_d code[d][row] * integer_x[n][d]
-struct CodeProduct {
-  const std::byte* plane = nullptr;  // src/tiles/plane.hpp, 64-byte aligned
-  int bits = 0;
-  int rows = 0;
+// Words that a packed x takes. A product may read kDepthPad depth indices past the last vector, where codes are 0.
+constexpr std::size_t packed_words(int depth, int vectors) {
+  return static_cast<std::size_t>(vector_words(depth) * vectors + vector_words(32));
+}
+
+// A plane (src/tiles/plane.hpp, 64-byte aligned) over the depth indices first..first+depth-1 of x; its bits are worth
+// 2^shift. `first` is a multiple of kQuad.
+struct CodePlane {
+  const std::byte* plane = nullptr;
+  int bits = 0;  // 1, 2 or 4
+  int shift = 0;
+  int first = 0;
   int depth = 0;
+};
+
+// out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
+// cover depth index i say and fits 8 bits. Sums are integers over kSumDepth depth indices, each converted to float
+// once.
+struct CodeProduct {
+  const CodePlane* planes = nullptr;
+  int count = 0;
+  int rows = 0;
   const std::int32_t* x = nullptr;
+  int x_depth = 0;  // depth of pack_x, 1 to kMaxDepth
   int vectors = 0;
   bool wide = true;
   const float* factor = nullptr;  // [vectors]

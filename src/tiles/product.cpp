@@ -1,15 +1,15 @@
-// Products with tiles, once per instruction set through Highway (HWY_TARGET_INCLUDE compiles this file again per
+// Products with codes, once per instruction set through Highway (HWY_TARGET_INCLUDE compiles this file again per
 // target).
 //
-// Codes, per word group of 64 bytes (16 rows x 4 depth indices x 8/bits positions), bits = 2, R = 4:
-//   VNNI      1 load, 4 AND, then per vector 4 positions x 2 bytes of x = 8 vpdpbusd with a broadcast operand
-//   elsewhere 2 loads (AVX2), per position 2 shifts and 2 ANDs, per vector and position 2 pmaddwd and 2 adds
-// The bound is the dot-product port: 64 multiply-adds per instruction (VNNI), half of it for a 16-bit x.
-// Rows: one convert per 16 values, shared by up to four vectors, then one FMA per vector.
+// Two steps per row block (up to 4 row tiles = 64 rows), whatever the planes are:
+//   unpack  the planes become one byte per code, [quad][row tile][16 lanes][4 depth indices], in a buffer in L1: per 64
+//           codes 1 shift, 1 AND and 1 store for a plane, plus a load, a shift and an OR for each further plane
+//   dot     bytes times packed x. VNNI: 1 vpdpbusd per vector and 64 codes, 2 for a 16-bit x. Elsewhere: 16-bit halves
+//           (2 AND, 1 shift per register, shared by all vectors), then 2 pmaddwd and 2 adds per vector
+// So planes are unpacked once for all vectors, the number of multiplications does not depend on the width of the codes,
+// and one inner loop serves every recipe. The bound is the dot step.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 // foreach_target.h must come before highway.h.
@@ -29,124 +29,127 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-#undef KVANT_VNNI
-#undef KVANT_MADD
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
-#define KVANT_VNNI 1
-#else
-#define KVANT_VNNI 0
-#endif
-// pmaddwd adds neighbouring products and keeps lanes in place; other architectures' widening products reorder lanes.
-#if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
-#define KVANT_MADD 1
-#else
-#define KVANT_MADD 0
-#endif
+// ---- unpack
 
-// ---- pack_x: words [vector][quad][2]. VNNI: high bytes of the quad, low bytes of the quad. Elsewhere: 16-bit pairs of
-// the even and of the odd depth indices, which meet the even and odd bytes of a group.
+struct Unpack {
+  const std::byte* groups;  // of one row block of the plane
+  int quads;
+  int shift;
+  std::uint8_t* codes;  // of the plane's first quad and the row block's first tile
+  int quad_bytes;       // from quad to quad in `codes`
+};
 
-#if KVANT_VNNI
-// value = 256 * high + low with signed bytes; the byte of low is the lowest byte of value itself.
-HWY_INLINE void StoreQuads(__m512i value, bool wide, std::int32_t* word) {
-  const __m512i rounded = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-  const __m128i high = _mm512_cvtepi32_epi8(wide ? rounded : value);
-  const __m128i low = wide ? _mm512_cvtepi32_epi8(value) : _mm_setzero_si128();
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word), _mm_unpacklo_epi32(high, low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word + 4), _mm_unpackhi_epi32(high, low));
+template <int kRight, int kBits, bool kAdd, class D>
+HWY_INLINE void UnpackPosition(D d, hn::VFromD<D> group, int shift, std::uint8_t* to) {
+  constexpr std::uint32_t kMask = ((1U << kBits) - 1) * 0x01010101U;
+  auto* words = reinterpret_cast<std::uint32_t*>(to);
+  auto code = hn::ShiftLeftSame(hn::And(hn::ShiftRight<kRight>(group), hn::Set(d, kMask)), shift);
+  if constexpr (kAdd) code = hn::Or(code, hn::LoadU(d, words));
+  hn::StoreU(code, d, words);
 }
-#else
-HWY_INLINE void StoreQuads(const std::int32_t* integers, std::int32_t* word) {
-  for (int q = 0; q < 4; ++q, integers += 4, word += 2) {
-    word[0] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[2]) << 16) | (integers[0] & 0xFFFF));
-    word[1] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[3]) << 16) | (integers[1] & 0xFFFF));
-  }
-}
-#endif
 
-// scratch[d] = v * step at the tile's channels, zero-padded; returns the bits of the largest magnitude: as integers,
-// magnitudes order as they do as floats, and infinities and NaN come last.
-inline std::int32_t ScaleVector(const PackArgs& a, const float* v, int padded) {
-  const hn::CappedTag<float, 16> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  auto peak = hn::Zero(di);
-  int i = 0;
-  if (a.index == nullptr) {
-    for (; i + lanes <= a.depth; i += lanes) {
-      const auto value = hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, a.step + i));
-      hn::StoreU(value, d, a.scratch + i);
-      peak = hn::Max(peak, hn::BitCast(di, hn::Abs(value)));
+// All positions P of the groups of one row block; positions past the plane's last quad are not written.
+template <int kBits, int kTiles, bool kAdd, int... P>
+HWY_NOINLINE void UnpackBlock(const Unpack& a, Indices<P...>) {
+  const hn::CappedTag<std::uint32_t, 16> d;
+  constexpr int kQuads = quads_per_group(kBits, kTiles);
+  const auto* words = reinterpret_cast<const std::uint32_t*>(a.groups);
+  std::uint8_t* codes = a.codes;
+  const int step = static_cast<int>(hn::Lanes(d));
+  for (int quad = 0; quad < a.quads; quad += kQuads, words += kLanes, codes += kQuads * a.quad_bytes) {
+    for (int lane = 0; lane < kLanes; lane += step) {
+      const auto group = hn::LoadU(d, words + lane);
+      const auto position = [&](auto p) HWY_ATTR {
+        constexpr int kQuadOf = decltype(p)::value / kTiles;
+        if (kQuadOf > 0 && quad + kQuadOf >= a.quads) return;
+        UnpackPosition<kBits* decltype(p)::value, kBits, kAdd>(
+            d, group, a.shift, codes + kQuadOf * a.quad_bytes + (decltype(p)::value % kTiles) * kGroupBytes + 4 * lane);
+      };
+      (position(std::integral_constant<int, P>()), ...);
     }
   }
-  const int rest = i;
-  for (; i < a.depth; ++i) {
-    const int channel = a.index != nullptr ? a.index[i] : i;
-    a.scratch[i] = v[channel] * a.step[channel];
-  }
-  for (; i < padded; ++i) a.scratch[i] = 0.0F;
-  for (i = rest; i < padded; i += lanes) peak = hn::Max(peak, hn::BitCast(di, hn::Abs(hn::LoadU(d, a.scratch + i))));
-  return hn::GetLane(hn::MaxOfLanes(di, peak));
 }
 
-void PackX(const PackArgs& a) {
-  const hn::CappedTag<float, 16> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  [[maybe_unused]] const int lanes = static_cast<int>(hn::Lanes(d));
-  const int padded = base::round_up(a.depth, kDepthPad);
-  const float limit = a.wide ? kWideMax : kNarrowMax;
-  std::int32_t* words = a.x;
-  for (int n = 0; n < a.vectors; ++n) {
-    const std::int32_t bits = ScaleVector(a, a.v + n * a.v_stride, padded);
-    const bool finite = bits < 0x7F800000;
-    float peak = 0;
-    std::memcpy(&peak, &bits, sizeof peak);
-    peak = std::max(peak, limit * kFinestX);
-    const float inverse = finite ? limit / peak : 0.0F;
-    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
-    const auto scale = hn::Set(d, a.scale[n]);
-    const auto factor = hn::Set(d, inverse);
-    auto error = hn::Zero(d);
-    for (int i = 0; i < padded; i += 16, words += 8) {
-#if KVANT_VNNI
-      const auto value = hn::LoadU(d, a.scratch + i);
-      const auto rounded = hn::NearestInt(hn::Mul(value, factor));
-      error = hn::Add(error, hn::NegMulAdd(hn::ConvertTo(d, rounded), scale, value));
-      StoreQuads(rounded.raw, a.wide, words);
-#else
-      alignas(64) std::int32_t integers[16];
-      for (int lane = 0; lane < 16; lane += lanes) {
-        const auto value = hn::LoadU(d, a.scratch + i + lane);
-        const auto rounded = hn::Round(hn::Mul(value, factor));
-        error = hn::Add(error, hn::NegMulAdd(rounded, scale, value));
-        hn::StoreU(finite ? hn::ConvertTo(di, rounded) : hn::Zero(di), di, integers + lane);
-      }
-      StoreQuads(integers, words);
-#endif
+template <int kBits, int kTiles>
+void UnpackBits(const Unpack& a, bool add) {
+  if (add) {
+    UnpackBlock<kBits, kTiles, true>(a, Range<8 / kBits>());
+  } else {
+    UnpackBlock<kBits, kTiles, false>(a, Range<8 / kBits>());
+  }
+}
+
+void UnpackRowBlock(const Unpack& a, int bits, int tiles, bool add) {
+  if (bits == 1 && tiles == 4) UnpackBits<1, 4>(a, add);
+  if (bits == 1 && tiles == 2) UnpackBits<1, 2>(a, add);
+  if (bits == 1 && tiles == 1) UnpackBits<1, 1>(a, add);
+  if (bits == 2 && tiles == 4) UnpackBits<2, 4>(a, add);
+  if (bits == 2 && tiles == 2) UnpackBits<2, 2>(a, add);
+  if (bits == 2 && tiles == 1) UnpackBits<2, 1>(a, add);
+  if (bits == 4 && tiles == 2) UnpackBits<4, 2>(a, add);
+  if (bits == 4 && tiles == 1) UnpackBits<4, 1>(a, add);
+}
+
+// How the planes of a product cover its quads. A plane over quads that no earlier one touches stores its codes, one
+// inside an earlier plane adds to them. Anything else (gaps, partial overlaps) works on zeros and adds everywhere.
+struct Cover {
+  const CodeProduct& a;
+  bool regular = true;
+
+  explicit Cover(const CodeProduct& product) : a(product) {
+    int covered = 0;
+    for (int i = 0; i < a.count; ++i) {
+      const bool fresh = is_fresh(i);
+      covered += fresh ? quads(a.planes[i].depth) : 0;
+      regular = regular && (fresh || is_inside(i));
     }
-    a.bias[n] += a.mid * hn::GetLane(hn::SumOfLanes(d, error));
+    regular = regular && covered == quads(a.x_depth);
+  }
+  int first(int i) const { return a.planes[i].first / kQuad; }
+  int end(int i) const { return first(i) + quads(a.planes[i].depth); }
+  bool is_fresh(int i) const {
+    for (int j = 0; j < i; ++j) {
+      if (first(i) < end(j) && first(j) < end(i)) return false;
+    }
+    return true;
+  }
+  bool is_inside(int i) const {
+    for (int j = 0; j < i; ++j) {
+      if (first(i) >= first(j) && end(i) <= end(j)) return true;
+    }
+    return false;
+  }
+};
+
+// Codes of `tiles` row tiles from tile `first` on, all planes joined.
+void UnpackTiles(const Cover& cover, int first, int tiles, std::uint8_t* codes) {
+  const CodeProduct& a = cover.a;
+  const int quad_bytes = tiles * kGroupBytes;
+  if (!cover.regular) std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
+  for (int i = 0; i < a.count; ++i) {
+    const CodePlane& plane = a.planes[i];
+    const bool add = !cover.regular || !cover.is_fresh(i);
+    for_each_block(plane.bits, a.rows, plane.depth, [&](int tile, int block, std::size_t offset) {
+      if (tile < first || tile >= first + tiles) return;
+      UnpackRowBlock({plane.plane + offset, quads(plane.depth), plane.shift,
+                      codes + cover.first(i) * quad_bytes + (tile - first) * kGroupBytes, quad_bytes},
+                     plane.bits, block, add);
+    });
   }
 }
 
-// ---- multiply_codes
+// ---- dot
 
-struct BlockArgs {
-  const std::byte* groups;
-  int group_count;
-  const std::int32_t* x;      // word of quad 0 and the first vector of this call
+struct DotArgs {
+  const std::uint8_t* codes;  // first quad and first row tile of this call
+  int quad_bytes;
+  int quads;
+  const std::int32_t* x;      // word of the first quad and the first vector of this call
   std::int64_t vector_words;  // words from vector to vector
   const float* factor;
   float* out;
   std::int64_t out_stride;
 };
-
-// Accumulators are arrays indexed by parameter packs, not by loops: GCC 12 promotes an array to registers only when
-// every index is a constant before its loop passes run (and the element type is not a may_alias type like __m512i), and
-// otherwise stores all accumulators on each step.
-template <int... I>
-using Indices = std::integer_sequence<int, I...>;
-template <int kCount>
-using Range = std::make_integer_sequence<int, kCount>;
 
 #if KVANT_VNNI
 // Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler.
@@ -157,43 +160,31 @@ KVANT_VNNI_TARGET HWY_INLINE Lanes Dot(Lanes sum, __m512i codes, __m512i x) {
   return reinterpret_cast<Lanes>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
 }
 
-// One group: P are the positions of a quad (row tiles), N the vectors, A = P x N the accumulators.
-template <int kBits, int kVectors, bool kWide, int... P, int... N, int... A>
-KVANT_VNNI_TARGET HWY_INLINE void AddQuad(__m512i group, const std::int32_t* x, std::int64_t stride,
-                                          Lanes* HWY_RESTRICT high, Lanes* HWY_RESTRICT low, Indices<P...>,
-                                          Indices<N...>, Indices<A...>) {
-  constexpr int kMask = (1 << kBits) - 1;
-  const __m512i codes[] = {_mm512_and_si512(group, _mm512_set1_epi8(static_cast<char>(kMask << (kBits * P))))...};
-  const __m512i x_high[] = {_mm512_set1_epi32(x[N * stride])...};
-  ((high[A] = Dot(high[A], codes[A / kVectors], x_high[A % kVectors])), ...);
-  if constexpr (kWide) {
-    const __m512i x_low[] = {_mm512_set1_epi32(x[N * stride + 1])...};
-    ((low[A] = Dot(low[A], codes[A / kVectors], x_low[A % kVectors])), ...);
-  }
-}
-
-// Position p holds codes times 2^(kBits*p): an exact shift removes it, so every set has the same integers.
-template <int kShift, bool kWide>
+template <bool kWide>
 KVANT_VNNI_TARGET HWY_INLINE void StoreSums(Lanes high, Lanes low, float factor, float* out) {
-  Lanes sum = high >> kShift;
-  if constexpr (kWide) sum = sum * 256 + (low >> kShift);
+  const Lanes sum = kWide ? high * 256 + low : high;
   const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)), _mm512_set1_ps(factor));
   _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), scaled));
 }
 
-template <int kBits, int kTiles, int kVectors, bool kWide, int... Q, int... A>
-KVANT_VNNI_TARGET HWY_NOINLINE void MultiplyBlock(const BlockArgs& a, Indices<Q...>, Indices<A...> all) {
+// T row tiles against N vectors; accumulator A is tile A / vectors and vector A % vectors.
+template <int kVectors, bool kWide, int... T, int... N, int... A>
+KVANT_VNNI_TARGET HWY_NOINLINE void DotBlock(const DotArgs& a, Indices<T...>, Indices<N...>, Indices<A...>) {
   Lanes high[] = {(static_cast<void>(A), Lanes{})...};
   Lanes low[] = {(static_cast<void>(A), Lanes{})...};
   const std::int32_t* x = a.x;
-  for (int g = 0; g < a.group_count; ++g, x += 2 * sizeof...(Q)) {
-    const __m512i group = _mm512_load_si512(a.groups + static_cast<std::size_t>(g) * kGroupBytes);
-    (AddQuad<kBits, kVectors, kWide>(_mm512_srli_epi32(group, kBits * kTiles * Q), x + 2 * Q, a.vector_words, high, low,
-                                     Range<kTiles>(), Range<kVectors>(), all),
-     ...);
+  const std::uint8_t* quad = a.codes;
+  for (int q = 0; q < a.quads; ++q, x += 2, quad += a.quad_bytes) {
+    const __m512i codes[] = {_mm512_load_si512(quad + T * kGroupBytes)...};
+    const __m512i x_high[] = {_mm512_set1_epi32(x[N * a.vector_words])...};
+    ((high[A] = Dot(high[A], codes[A / kVectors], x_high[A % kVectors])), ...);
+    if constexpr (kWide) {
+      const __m512i x_low[] = {_mm512_set1_epi32(x[N * a.vector_words + 1])...};
+      ((low[A] = Dot(low[A], codes[A / kVectors], x_low[A % kVectors])), ...);
+    }
   }
-  (StoreSums<kBits*(A / kVectors), kWide>(high[A], low[A], a.factor[A % kVectors],
-                                          a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes),
+  (StoreSums<kWide>(high[A], low[A], a.factor[A % kVectors],
+                    a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes),
    ...);
 }
 #else
@@ -210,23 +201,6 @@ HWY_INLINE V PairDot(D d, V codes, V x, V sum) {
 #endif
 }
 
-template <int kShift, int kBits, class D>
-HWY_INLINE hn::VFromD<D> PairsAt(D d, hn::VFromD<D> group) {
-  const hn::RebindToUnsigned<D> du;
-  constexpr std::uint32_t kMask = ((1U << kBits) - 1) * 0x00010001U;
-  return hn::BitCast(d, hn::And(hn::ShiftRight<kShift>(hn::BitCast(du, group)), hn::Set(du, kMask)));
-}
-
-// One position of a group: even and odd depth indices against all N vectors.
-template <int kBits, int kPosition, class D, class V, int... N>
-HWY_INLINE void AddPosition(D d, V group, const std::int32_t* quad, std::int64_t stride, V* HWY_RESTRICT sum,
-                            Indices<N...>) {
-  const V even = PairsAt<kBits * kPosition, kBits>(d, group);
-  const V odd = PairsAt<kBits * kPosition + 8, kBits>(d, group);
-  ((sum[N] = PairDot(d, even, hn::Set(d, quad[N * stride]), sum[N])), ...);
-  ((sum[N] = PairDot(d, odd, hn::Set(d, quad[N * stride + 1]), sum[N])), ...);
-}
-
 template <class D, class V>
 HWY_INLINE void StoreSums([[maybe_unused]] D d, V sum, float factor, float* out) {
   const hn::RebindToFloat<D> df;
@@ -234,135 +208,93 @@ HWY_INLINE void StoreSums([[maybe_unused]] D d, V sum, float factor, float* out)
   hn::StoreU(hn::Add(hn::LoadU(df, out), scaled), df, out);
 }
 
-template <int kBits, int kTiles, int kVectors, class D, int... Q, int... A, int... P>
-HWY_INLINE void MultiplyLanes(D d, const BlockArgs& a, int lane, Indices<Q...>, Indices<A...>, Indices<P...>) {
+// C registers of rows against N vectors; accumulator A is register A / vectors and vector A % vectors.
+template <int kVectors, bool /*kWide: the 16-bit product is the only one here*/, class D, int... C, int... N, int... A>
+HWY_NOINLINE void DotBlock(D d, const DotArgs& a, Indices<C...>, Indices<N...>, Indices<A...>) {
   using V = hn::VFromD<D>;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto bytes = hn::Set(d, 0x00FF00FF);
   V sum[] = {(static_cast<void>(A), hn::Zero(d))...};
-  const auto* words = reinterpret_cast<const std::int32_t*>(a.groups) + lane;
   const std::int32_t* x = a.x;
-  for (int g = 0; g < a.group_count; ++g, words += kLanes, x += 2 * sizeof...(Q)) {
-    const V group = hn::LoadU(d, words);
-    (AddPosition<kBits, P>(d, group, x + (P / kTiles) * 2, a.vector_words, sum + (P % kTiles) * kVectors,
-                           Range<kVectors>()),
-     ...);
+  const std::uint8_t* quad = a.codes;
+  for (int q = 0; q < a.quads; ++q, x += 2, quad += a.quad_bytes) {
+    const auto* words = reinterpret_cast<const std::int32_t*>(quad);
+    const V codes[] = {hn::LoadU(d, words + C * lanes)...};
+    const V even[] = {hn::And(codes[C], bytes)...};
+    const V x_even[] = {hn::Set(d, x[N * a.vector_words])...};
+    ((sum[A] = PairDot(d, even[A / kVectors], x_even[A % kVectors], sum[A])), ...);
+    const V odd[] = {hn::And(hn::ShiftRight<8>(codes[C]), bytes)...};
+    const V x_odd[] = {hn::Set(d, x[N * a.vector_words + 1])...};
+    ((sum[A] = PairDot(d, odd[A / kVectors], x_odd[A % kVectors], sum[A])), ...);
   }
-  (StoreSums(d, sum[A], a.factor[A % kVectors], a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes + lane),
-   ...);
-}
-
-template <int kBits, int kTiles, int kVectors, bool /*kWide: the 16-bit product is the only one here*/, int... Q,
-          int... A>
-HWY_NOINLINE void MultiplyBlock(const BlockArgs& a, Indices<Q...> quads, Indices<A...> all) {
-  const hn::CappedTag<std::int32_t, 16> d;
-  for (int lane = 0; lane < kLanes; lane += static_cast<int>(hn::Lanes(d))) {
-    MultiplyLanes<kBits, kTiles, kVectors>(d, a, lane, quads, all, Range<8 / kBits>());
-  }
+  (StoreSums(d, sum[A], a.factor[A % kVectors], a.out + (A % kVectors) * a.out_stride + (A / kVectors) * lanes), ...);
 }
 #endif
 
-// Accumulators are R x vectors (x 2 bytes of x with VNNI): 12 leave registers for codes and x.
-template <int kBits, int kTiles, int kVectors, bool kWide>
-HWY_INLINE void MultiplySome(const BlockArgs& args) {
-  MultiplyBlock<kBits, kTiles, kVectors, kWide>(args, Range<quads_per_group(kBits, kTiles)>(),
-                                                Range<kTiles * kVectors>());
+// Up to kMaxVectors at a time: sums, codes and x fit the registers (32 with AVX-512, else 16).
+constexpr int kMaxVectors = 4;
+
+template <int kVectors, bool kWide>
+void DotTiles(DotArgs a, int tiles) {
+#if KVANT_VNNI
+  for (; tiles >= 2; tiles -= 2, a.codes += 2 * kGroupBytes, a.out += 2 * kLanes) {
+    DotBlock<kVectors, kWide>(a, Range<2>(), Range<kVectors>(), Range<2 * kVectors>());
+  }
+  if (tiles == 1) DotBlock<kVectors, kWide>(a, Range<1>(), Range<kVectors>(), Range<kVectors>());
+#else
+  const hn::CappedTag<std::int32_t, 16> d;
+  constexpr int kColumns = HWY_MAX_BYTES == 64 ? 1 : 2;  // a row tile is 1, 2 or 4 registers
+  const int rows = kColumns * static_cast<int>(hn::Lanes(d));
+  for (int row = 0; row < tiles * kLanes; row += rows, a.codes += rows * kQuad, a.out += rows) {
+    DotBlock<kVectors, kWide>(d, a, Range<kColumns>(), Range<kVectors>(), Range<kColumns * kVectors>());
+  }
+#endif
 }
 
-template <int kBits, int kTiles, bool kWide>
-void MultiplyVectors(BlockArgs args, int vectors) {
-  constexpr int kMaxVectors = kTiles == 4 ? 3 : 6;
+template <bool kWide>
+void DotVectors(DotArgs a, int tiles, int vectors) {
   for (int n = 0; n < vectors;) {
     const int count = std::min(kMaxVectors, vectors - n);
-    if constexpr (kMaxVectors == 6) {
-      if (count == 6) MultiplySome<kBits, kTiles, 6, kWide>(args);
-      if (count == 5) MultiplySome<kBits, kTiles, 5, kWide>(args);
-      if (count == 4) MultiplySome<kBits, kTiles, 4, kWide>(args);
-    }
-    if (count == 3) MultiplySome<kBits, kTiles, 3, kWide>(args);
-    if (count == 2) MultiplySome<kBits, kTiles, 2, kWide>(args);
-    if (count == 1) MultiplySome<kBits, kTiles, 1, kWide>(args);
+    if (count == 4) DotTiles<4, kWide>(a, tiles);
+    if (count == 3) DotTiles<3, kWide>(a, tiles);
+    if (count == 2) DotTiles<2, kWide>(a, tiles);
+    if (count == 1) DotTiles<1, kWide>(a, tiles);
     n += count;
-    args.x += count * args.vector_words;
-    args.factor += count;
-    args.out += count * args.out_stride;
+    a.x += count * a.vector_words;
+    a.factor += count;
+    a.out += count * a.out_stride;
   }
-}
-
-template <int kBits, bool kWide>
-void MultiplyPlane(const CodeProduct& a) {
-  for_each_block(kBits, a.rows, a.depth, [&](int first, int tiles, std::size_t offset) {
-    const BlockArgs block{
-        a.plane + offset, groups(kBits, tiles, a.depth), a.x,         base::round_up(a.depth, kDepthPad) / kQuad * 2,
-        a.factor,         a.out + first * kLanes,        a.out_stride};
-    if (tiles == 1) MultiplyVectors<kBits, 1, kWide>(block, a.vectors);
-    if (tiles == 2) MultiplyVectors<kBits, 2, kWide>(block, a.vectors);
-    if constexpr (kBits < 4) {
-      if (tiles == 4) MultiplyVectors<kBits, 4, kWide>(block, a.vectors);
-    }
-  });
 }
 
 void MultiplyCodes(const CodeProduct& a) {
-  if (a.bits == 1) return a.wide ? MultiplyPlane<1, true>(a) : MultiplyPlane<1, false>(a);
-  if (a.bits == 2) return a.wide ? MultiplyPlane<2, true>(a) : MultiplyPlane<2, false>(a);
-  return a.wide ? MultiplyPlane<4, true>(a) : MultiplyPlane<4, false>(a);
-}
-
-// ---- multiply_rows
-
-template <int kColumns, class D, typename T, int... C, int... A>
-HWY_INLINE void AddRow(D d, const T* tile, const float* v, std::int64_t v_stride, hn::VFromD<D>* HWY_RESTRICT sum,
-                       Indices<C...>, Indices<A...>) {
-  const hn::VFromD<D> row[] = {LoadWide(d, tile + C * static_cast<int>(hn::Lanes(d)))...};
-  ((sum[A] = hn::MulAdd(hn::Set(d, v[(A / kColumns) * v_stride]), row[A % kColumns], sum[A])), ...);
-}
-
-// A = vectors x columns accumulators; a column is one register of rows.
-template <int kColumns, class D, typename T, int... A>
-HWY_NOINLINE void RowBlock([[maybe_unused]] D d, const RowProduct& a, const T* tile, const float* v, float* out,
-                           Indices<A...> all) {
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  hn::VFromD<D> sum[] = {hn::LoadU(d, out + (A / kColumns) * a.out_stride + (A % kColumns) * lanes)...};
-  for (int k = 0; k < a.depth; ++k, tile += a.tile_stride) {
-    AddRow<kColumns>(d, tile, v + k, a.v_stride, sum, Range<kColumns>(), all);
+  constexpr int kBlock = 4;  // row tiles
+  alignas(64) std::uint8_t codes[kMaxDepth / kQuad * kBlock * kGroupBytes];
+  const Cover cover(a);
+  for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
+    tiles = block_tiles(1, row_tiles(a.rows) - tile);
+    UnpackTiles(cover, tile, tiles, codes);
+    const int quad_bytes = tiles * kGroupBytes;
+    for (int quad = 0; quad < quads(a.x_depth); quad += kSumDepth / kQuad) {
+      const DotArgs dot{codes + quad * quad_bytes,
+                        quad_bytes,
+                        std::min(kSumDepth / kQuad, quads(a.x_depth) - quad),
+                        a.x + 2 * quad,
+                        vector_words(a.x_depth),
+                        a.factor,
+                        a.out + tile * kLanes,
+                        a.out_stride};
+      if (a.wide) {
+        DotVectors<true>(dot, tiles, a.vectors);
+      } else {
+        DotVectors<false>(dot, tiles, a.vectors);
+      }
+    }
   }
-  (hn::StoreU(sum[A], d, out + (A / kColumns) * a.out_stride + (A % kColumns) * lanes), ...);
-}
-
-template <typename T, int kVectors>
-void RowVectors(const RowProduct& a, int n) {
-  const hn::CappedTag<float, 16> d;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  const T* tile = static_cast<const T*>(a.tile);
-  const float* v = a.v + n * a.v_stride;
-  float* out = a.out + n * a.out_stride;
-  const int rows = base::round_up(a.rows, kLanes);
-  int row = 0;
-  for (; row + 2 * lanes <= rows; row += 2 * lanes) {
-    RowBlock<2>(d, a, tile + row, v, out + row, Range<kVectors * 2>());
-  }
-  for (; row < rows; row += lanes) RowBlock<1>(d, a, tile + row, v, out + row, Range<kVectors>());
-}
-
-template <typename T>
-void MultiplyRowsOf(const RowProduct& a) {
-  int n = 0;
-  for (; n + 4 <= a.vectors; n += 4) RowVectors<T, 4>(a, n);
-  if (a.vectors - n == 3) RowVectors<T, 3>(a, n);
-  if (a.vectors - n == 2) RowVectors<T, 2>(a, n);
-  if (a.vectors - n == 1) RowVectors<T, 1>(a, n);
-}
-
-void MultiplyRows(const RowProduct& a) {
-  if (a.type == DType::f32) MultiplyRowsOf<float>(a);
-  if (a.type == DType::f16) MultiplyRowsOf<hwy::float16_t>(a);
-  if (a.type == DType::bf16) MultiplyRowsOf<hwy::bfloat16_t>(a);
 }
 
 void FillProducts(Kernels& k) {
   k.integer_dot = KVANT_VNNI != 0;
-  k.pack_x = PackX;
   k.multiply_codes = MultiplyCodes;
-  k.multiply_rows = MultiplyRows;
 }
 
 }  // namespace kvant::tiles::HWY_NAMESPACE

@@ -11,7 +11,7 @@
 namespace kvant::tiles {
 namespace {
 
-// x is kept as [depth padded][vectors] 32-bit integers; two words per quad and vector leave room for exactly that.
+// x is kept as [vectors][depth padded] 16-bit integers; two words per quad and vector leave room for exactly that.
 void pack_x(const PackArgs& a) {
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
@@ -33,9 +33,9 @@ void pack_x(const PackArgs& a) {
     for (int d = 0; d < a.depth && finite; ++d) {
       const float rounded = std::nearbyint(a.scratch[d] * inverse);
       out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
-      error += a.scratch[d] - rounded * a.scale[n];
+      error += a.mid != nullptr ? a.mid[d] * (a.scratch[d] - rounded * a.scale[n]) : 0.0F;
     }
-    a.bias[n] += a.mid * error;
+    a.bias[n] += error;
   }
 }
 
@@ -47,22 +47,36 @@ int code_at(const std::byte* plane, int bits, int tiles, int lane_tile, int lane
   return (static_cast<int>(plane[byte]) >> (position * bits)) & ((1 << bits) - 1);
 }
 
+// sum of one plane's part of depth indices [begin, end) of x
+std::int64_t plane_sum(const CodeProduct& a, const CodePlane& plane, int row, const std::int16_t* x, int begin,
+                       int end) {
+  std::int64_t sum = 0;
+  for_each_block(plane.bits, a.rows, plane.depth, [&](int first, int tiles, std::size_t offset) {
+    const int inside = row - first * kLanes;
+    if (inside < 0 || inside >= tiles * kLanes) return;
+    for (int d = std::max(begin, plane.first); d < std::min(end, plane.first + plane.depth); ++d) {
+      sum += code_at(plane.plane + offset, plane.bits, tiles, inside / kLanes, inside % kLanes, d - plane.first) * x[d];
+    }
+  });
+  return sum * (1 << plane.shift);
+}
+
 void multiply_codes(const CodeProduct& a) {
   const auto* x = reinterpret_cast<const std::int16_t*>(a.x);
-  const int padded = base::round_up(a.depth, kDepthPad);
-  for_each_block(a.bits, a.rows, a.depth, [&](int first, int tiles, std::size_t offset) {
-    for (int n = 0; n < a.vectors; ++n) {
-      for (int row = 0; row < tiles * kLanes; ++row) {
-        std::int32_t sum = 0;
-        for (int d = 0; d < a.depth; ++d) {
-          sum += code_at(a.plane + offset, a.bits, tiles, row / kLanes, row % kLanes, d) *
-                 x[static_cast<std::int64_t>(n) * padded + d];
+  const int padded = base::round_up(a.x_depth, kDepthPad);
+  for (int n = 0; n < a.vectors; ++n) {
+    for (int row = 0; row < base::round_up(a.rows, kLanes); ++row) {
+      float& out = a.out[n * a.out_stride + row];
+      for (int begin = 0; begin < a.x_depth; begin += kSumDepth) {
+        std::int64_t sum = 0;
+        for (int i = 0; i < a.count; ++i) {
+          sum += plane_sum(a, a.planes[i], row, x + std::ptrdiff_t{n} * padded, begin,
+                           std::min(begin + kSumDepth, a.x_depth));
         }
-        float& out = a.out[n * a.out_stride + first * kLanes + row];
         out = out + a.factor[n] * static_cast<float>(sum);
       }
     }
-  });
+  }
 }
 
 void multiply_rows(const RowProduct& a) {

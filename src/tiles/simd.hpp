@@ -7,11 +7,35 @@
 #endif
 
 #include <cstdint>
+#include <utility>
 
 #include "hwy/highway.h"
 
+// AVX3_DL is Highway's name for the AVX-512 generation with VNNI.
+#undef KVANT_VNNI
+#undef KVANT_MADD
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
+#define KVANT_VNNI 1
+#else
+#define KVANT_VNNI 0
+#endif
+// pmaddwd adds neighbouring products and keeps lanes in place; other architectures' widening products reorder lanes.
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
+#define KVANT_MADD 1
+#else
+#define KVANT_MADD 0
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
+
+// Accumulators are arrays indexed by parameter packs, not by loops: GCC 12 promotes an array to registers only when
+// every index is a constant before its loop passes run (and the element type is not a may_alias type like __m512i), and
+// otherwise stores all accumulators on each step.
+template <int... I>
+using Indices = std::integer_sequence<int, I...>;
+template <int kCount>
+using Range = std::make_integer_sequence<int, kCount>;
 
 template <class D>
 HWY_INLINE hwy::HWY_NAMESPACE::VFromD<D> LoadWide(D d, const float* p) {

@@ -77,6 +77,7 @@ inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, in
   PackedX x{std::vector<std::int32_t>(tiles::packed_words(depth, vectors), 0x7E7E7E7E), std::vector<float>(n),
             std::vector<float>(n, 10.0F)};
   std::vector<float> scratch(static_cast<std::size_t>(base::round_up(depth, 32)));
+  std::vector<float> mids(scratch.size(), mid);
   tiles::PackArgs args;
   args.v = v.data();
   args.v_stride = channels;
@@ -85,7 +86,7 @@ inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, in
   args.depth = depth;
   args.vectors = vectors;
   args.wide = wide;
-  args.mid = mid;
+  args.mid = mids.data();
   args.x = x.words.data();
   args.scale = x.scale.data();
   args.bias = x.bias.data();
@@ -100,8 +101,8 @@ inline std::vector<float> multiply(const tiles::Kernels& set, Plane& plane, int 
                                    float start = 0) {
   const int stride = base::round_up(rows, tiles::kLanes);
   std::vector<float> out(static_cast<std::size_t>(vectors * stride), start);
-  set.multiply_codes(
-      {plane.data(), bits, rows, depth, x.words.data(), vectors, wide, factor.data(), out.data(), stride});
+  const tiles::CodePlane whole{plane.data(), bits, 0, 0, depth};
+  set.multiply_codes({&whole, 1, rows, x.words.data(), depth, vectors, wide, factor.data(), out.data(), stride});
   return out;
 }
 

@@ -1,6 +1,8 @@
 // tiles: products with codes against 64-bit integers, with rows against fp64, and the rounding of x.
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 #include "support/tile_data.hpp"
 
 namespace kvant {
@@ -28,18 +30,22 @@ std::vector<float> random_integers(int vectors, int depth, bool wide, std::uint3
   return v;
 }
 
+// Integer sums over kSumDepth depth indices at a time, each turned into float once.
 std::vector<float> int64_reference(const Codes& codes, const std::vector<float>& v, int vectors,
                                    const std::vector<float>& factor, float start) {
   std::vector<float> out(static_cast<std::size_t>(vectors * codes.stride));
   for (int n = 0; n < vectors; ++n) {
     for (int row = 0; row < codes.stride; ++row) {
-      std::int64_t sum = 0;
-      for (int d = 0; d < codes.depth; ++d) {
-        sum += std::int64_t{codes.at(d, row)} *
-               static_cast<std::int64_t>(v[static_cast<std::size_t>(n * codes.depth + d)]);
+      float& total = out[static_cast<std::size_t>(n * codes.stride + row)] = start;
+      for (int first = 0; first < codes.depth; first += tiles::kSumDepth) {
+        std::int64_t sum = 0;
+        for (int d = first; d < std::min(first + tiles::kSumDepth, codes.depth); ++d) {
+          sum += std::int64_t{codes.at(d, row)} *
+                 static_cast<std::int64_t>(v[static_cast<std::size_t>(n * codes.depth + d)]);
+        }
+        const float product = factor[static_cast<std::size_t>(n)] * static_cast<float>(sum);
+        total = total + product;
       }
-      const float product = factor[static_cast<std::size_t>(n)] * static_cast<float>(sum);
-      out[static_cast<std::size_t>(n * codes.stride + row)] = start + product;
     }
   }
   return out;
@@ -96,6 +102,135 @@ TEST_P(Product, LargestSumsAreExact) {
         half[0] = sign * limit;
         check_product(set, codes, bits, half, 1, wide);
       }
+    }
+  }
+}
+
+// A run of depth indices whose codes have `width` bits, and the planes that hold them: 4-bit planes at the top.
+struct Segment {
+  int first = 0;
+  int depth = 0;
+  int width = 0;
+};
+
+struct Planes {
+  std::vector<Plane> data;
+  std::vector<tiles::CodePlane> list;
+
+  void add(const tiles::Kernels& set, const Codes& codes, int bits, int shift, int first, int depth) {
+    std::vector<std::uint16_t> index(static_cast<std::size_t>(depth));
+    std::iota(index.begin(), index.end(), static_cast<std::uint16_t>(first));
+    data.push_back(testing::pack(set, codes, bits, shift, index));
+    list.push_back({data.back().data(), bits, shift, first, depth});
+  }
+  void add(const tiles::Kernels& set, const Codes& codes, const Segment& run) {
+    for (int left = run.width; left > 0;) {
+      const int bits = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
+      left -= bits;
+      add(set, codes, bits, left, run.first, run.depth);
+    }
+  }
+};
+
+// Random codes of each run's width, 0 outside of the runs.
+Codes codes_of(int rows, int depth, const std::vector<Segment>& runs) {
+  const Codes random = testing::random_codes(rows, depth, 8, static_cast<std::uint32_t>(rows * depth));
+  Codes codes{rows, depth, random.stride, std::vector<std::uint8_t>(random.data.size())};
+  for (const Segment& run : runs) {
+    for (int i = run.first * codes.stride; i < (run.first + run.depth) * codes.stride; ++i) {
+      codes.data[static_cast<std::size_t>(i)] = random.data[static_cast<std::size_t>(i)] & ((1 << run.width) - 1);
+    }
+  }
+  return codes;
+}
+
+void check_planes(const tiles::Kernels& set, const Codes& codes, const Planes& planes, int vectors, bool wide) {
+  const std::vector<float> v = random_integers(vectors, codes.depth, wide, 21);
+  std::vector<float> factor;
+  for (int n = 0; n < vectors; ++n) factor.push_back(0.37F * static_cast<float>(n - 2));
+  const PackedX x = testing::pack_x(set, v, vectors, codes.depth,
+                                    std::vector<float>(static_cast<std::size_t>(codes.depth), 1.0F), wide, 0);
+  std::vector<float> out(static_cast<std::size_t>(vectors * codes.stride), 1.5F);
+  set.multiply_codes({planes.list.data(), static_cast<int>(planes.list.size()), codes.rows, x.words.data(), codes.depth,
+                      vectors, wide, factor.data(), out.data(), codes.stride});
+  ASSERT_EQ(out, int64_reference(codes, v, vectors, factor, 1.5F))
+      << codes.rows << " x " << codes.depth << ", " << vectors << " vectors, wide " << wide;
+}
+
+TEST_P(Product, PlanesOfEveryWidthAddUp) {
+  for (int width = 1; width <= 8; ++width) {
+    for (const int rows : {16, 48, 80, 112, 128, 256}) {
+      for (const int depth : {5, 37, 64, 128, 256}) {
+        SCOPED_TRACE(width);
+        const Codes codes = codes_of(rows, depth, {{0, depth, width}});
+        Planes planes;
+        planes.add(set, codes, {0, depth, width});
+        for (const bool wide : {true, false}) check_planes(set, codes, planes, 1 + (rows + depth + width) % 12, wide);
+      }
+    }
+  }
+}
+
+TEST_P(Product, RunsOfDepthHaveTheirOwnWidths) {
+  const std::vector<std::vector<Segment>> cases = {
+      {{0, 4, 6}, {4, 12, 5}, {16, 20, 4}, {36, 28, 3}, {64, 40, 2}, {104, 24, 1}},
+      {{0, 20, 3}, {20, 12, 4}, {32, 5, 2}},          // the last run ends inside a quad
+      {{20, 12, 4}, {0, 20, 1}},                      // in any order
+      {{8, 8, 2}, {40, 13, 7}},                       // indices that no plane covers
+      {{0, 4, 8}, {4, 4, 1}, {8, 4, 8}, {12, 4, 1}},  // runs shorter than a group
+  };
+  for (const std::vector<Segment>& runs : cases) {
+    const Segment& last =
+        *std::max_element(runs.begin(), runs.end(), [](auto& a, auto& b) { return a.first < b.first; });
+    for (const int rows : {16, 32, 48, 64, 112, 128}) {
+      for (int vectors = 1; vectors <= 12; ++vectors) {
+        const Codes codes = codes_of(rows, last.first + last.depth, runs);
+        Planes planes;
+        for (const Segment& run : runs) planes.add(set, codes, run);
+        for (const bool wide : {true, false}) check_planes(set, codes, planes, vectors, wide);
+      }
+    }
+  }
+}
+
+// Planes over prefixes, over the middle, and across the end of another: every way in which two can meet.
+TEST_P(Product, PlanesMayOverlapInAnyWay) {
+  for (const auto& [first, depth] : std::vector<std::pair<int, int>>{{0, 24}, {12, 16}, {28, 12}, {0, 40}}) {
+    for (const int rows : {16, 80, 128}) {
+      Codes codes = codes_of(rows, 40, {{0, 40, 6}});
+      const int end = first + depth;
+      // bits 0-1 on all indices, bits 2-5 on one part, bits 6-7 on a part that overlaps that one
+      for (int d = 0; d < 40; ++d) {
+        for (int row = 0; row < rows; ++row) {
+          std::uint8_t& code = codes.data[static_cast<std::size_t>(d * codes.stride + row)];
+          const int high = d >= 20 && d < 36 ? (code << 4) & 0xC0 : 0;
+          code = static_cast<std::uint8_t>((d >= first && d < end ? code : code & 3) | high);
+        }
+      }
+      for (const bool reversed : {false, true}) {
+        Planes planes;
+        planes.add(set, codes, 2, 0, 0, 40);
+        planes.add(set, codes, 4, 2, first, depth);
+        planes.add(set, codes, 2, 6, 20, 16);
+        if (reversed) std::reverse(planes.list.begin(), planes.list.end());
+        for (const bool wide : {true, false}) check_planes(set, codes, planes, 5, wide);
+      }
+    }
+  }
+}
+
+// 8-bit codes and 16-bit x at their limits: sums of 256 depth indices reach 2^31 - 2^24, longer ones are split.
+TEST_P(Product, LargestEightBitSumsAreExact) {
+  for (const int depth : {256, 512, 1024}) {
+    Codes codes{16, depth, 16, std::vector<std::uint8_t>(static_cast<std::size_t>(depth * 16), 255)};
+    Planes planes;
+    planes.add(set, codes, {0, depth, 8});
+    for (const float sign : {1.0F, -1.0F}) {
+      const std::vector<float> v(static_cast<std::size_t>(depth), sign * tiles::kWideMax);
+      const PackedX x = testing::pack_x(set, v, 1, depth, std::vector<float>(v.size(), 1.0F), true, 0);
+      std::vector<float> out(16, 0.0F);
+      set.multiply_codes({planes.list.data(), 2, 16, x.words.data(), depth, 1, true, x.scale.data(), out.data(), 16});
+      for (const float sum : out) ASSERT_NEAR(sum, sign * 255.0 * 32639.0 * depth, 1024.0) << depth;
     }
   }
 }
