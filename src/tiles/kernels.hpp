@@ -105,6 +105,15 @@ struct SoftmaxArgs {
   float* alpha = nullptr;    // out [vectors]: what earlier outputs must be multiplied by
 };
 
+// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i % 8)
+// that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
+struct LineSums {
+  std::int64_t code = 0;         // sum c
+  std::int64_t code_square = 0;  // sum c * c
+  double value = 0;              // sum x
+  double product = 0;            // sum c * x
+};
+
 struct Kernels {
   std::string name;
   bool integer_dot = false;  // has 8-bit dot-product instructions
@@ -126,6 +135,12 @@ struct Kernels {
   void (*quantize)(const float* x, int n, float min, float step, int levels, std::uint8_t* codes) = nullptr;
   // x = min + code * step
   void (*dequantize)(const std::uint8_t* codes, int n, float min, float step, float* x) = nullptr;
+  LineSums (*line_sums)(const std::uint8_t* codes, const float* x, int n) = nullptr;
+  // sum (x - (min + code * step))^2 in double, the grid's value in float; lanes as in LineSums
+  double (*grid_error)(const std::uint8_t* codes, const float* x, int n, float min, float step) = nullptr;
+  // Walsh-Hadamard transform of every `block` consecutive values, in place and not normalised; block is a power of two
+  // that divides n. The same additions in the same tree on every set.
+  void (*hadamard)(float* x, int n, int block) = nullptr;
   // Bits shift..shift+bits-1 of codes[d] (rows of code_stride bytes, index may select them) to and from a plane.
   // `codes` rows must be padded to 16 with zeros for pack; unpack ORs into them.
   void (*pack_plane)(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits,

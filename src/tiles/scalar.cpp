@@ -162,6 +162,46 @@ void dequantize(const std::uint8_t* codes, int n, float min, float step, float* 
   for (int i = 0; i < n; ++i) x[i] = min + static_cast<float>(codes[i]) * step;
 }
 
+double add_lanes(const double (&lane)[8]) {
+  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+LineSums line_sums(const std::uint8_t* codes, const float* x, int n) {
+  LineSums sums;
+  double value[8] = {};
+  double product[8] = {};
+  for (int i = 0; i < n; ++i) {
+    sums.code += codes[i];
+    sums.code_square += codes[i] * codes[i];
+    value[i % 8] += static_cast<double>(x[i]);
+    product[i % 8] += static_cast<double>(codes[i]) * static_cast<double>(x[i]);
+  }
+  sums.value = add_lanes(value);
+  sums.product = add_lanes(product);
+  return sums;
+}
+
+double grid_error(const std::uint8_t* codes, const float* x, int n, float min, float step) {
+  double error[8] = {};
+  for (int i = 0; i < n; ++i) {
+    const float point = min + static_cast<float>(codes[i]) * step;
+    const double difference = static_cast<double>(x[i]) - static_cast<double>(point);
+    error[i % 8] += difference * difference;
+  }
+  return add_lanes(error);
+}
+
+void hadamard(float* x, int n, int block) {
+  for (int half = 1; half < block; half *= 2) {
+    for (int i = 0; i < n; ++i) {
+      if ((i & half) != 0) continue;
+      const float sum = x[i] + x[i + half];
+      x[i + half] = x[i] - x[i + half];
+      x[i] = sum;
+    }
+  }
+}
+
 void pack_plane(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits, int shift,
                 int rows, int depth, std::byte* plane) {
   std::memset(plane, 0, plane_bytes(bits, rows, depth));
@@ -208,6 +248,9 @@ Kernels scalar_kernels() {
   k.min_max = min_max;
   k.quantize = quantize;
   k.dequantize = dequantize;
+  k.line_sums = line_sums;
+  k.grid_error = grid_error;
+  k.hadamard = hadamard;
   k.pack_plane = pack_plane;
   k.unpack_plane = unpack_plane;
   return k;
