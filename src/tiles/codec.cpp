@@ -114,12 +114,12 @@ using Doubles = double __attribute__((vector_size(64)));
 using Floats = float __attribute__((vector_size(32)));
 using Codes = std::uint8_t __attribute__((vector_size(8)));
 
-// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum.
+// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum. Vectors of this
+// size go by reference, because returning one would depend on the instruction set.
 template <typename V, typename T>
-HWY_INLINE V LoadEight(const T* from, int count) {
-  V value = {};
+HWY_INLINE void LoadEight(const T* from, int count, V& value) {
+  value = V{};
   std::memcpy(&value, from, static_cast<std::size_t>(count) * sizeof(T));
-  return value;
 }
 
 HWY_INLINE double AddLanes(const Doubles& v) {
@@ -133,8 +133,12 @@ LineSums SumLine(const std::uint8_t* codes, const float* x, int n) {
   Ints code_sum = {};  // a row has far fewer than 2^15 values
   Ints square_sum = {};
   const auto add = [&](int i, int count) HWY_ATTR {
-    const auto wide = __builtin_convertvector(LoadEight<Floats>(x + i, count), Doubles);
-    const auto integer = __builtin_convertvector(LoadEight<Codes>(codes + i, count), Ints);
+    Floats narrow;
+    Codes code;
+    LoadEight(x + i, count, narrow);
+    LoadEight(codes + i, count, code);
+    const auto wide = __builtin_convertvector(narrow, Doubles);
+    const auto integer = __builtin_convertvector(code, Ints);
     value += wide;
     product += __builtin_convertvector(integer, Doubles) * wide;
     code_sum += integer;
@@ -155,20 +159,19 @@ LineSums SumLine(const std::uint8_t* codes, const float* x, int n) {
 
 double GridError(const std::uint8_t* codes, const float* x, int n, float min, float step) {
   Doubles error = {};
-  const auto difference = [&](int i, int count) HWY_ATTR {
-    const Floats point = min + __builtin_convertvector(LoadEight<Codes>(codes + i, count), Floats) * step;
-    return __builtin_convertvector(LoadEight<Floats>(x + i, count), Doubles) - __builtin_convertvector(point, Doubles);
+  const auto add = [&](int i, int count) HWY_ATTR {
+    Floats narrow;
+    Codes code;
+    LoadEight(x + i, count, narrow);
+    LoadEight(codes + i, count, code);
+    const Floats point = min + __builtin_convertvector(code, Floats) * step;
+    Doubles difference = __builtin_convertvector(narrow, Doubles) - __builtin_convertvector(point, Doubles);
+    for (int lane = count; lane < 8; ++lane) difference[lane] = 0;
+    error += difference * difference;
   };
   int i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const Doubles d = difference(i, 8);
-    error += d * d;
-  }
-  if (i < n) {
-    Doubles d = difference(i, n - i);
-    for (int lane = n - i; lane < 8; ++lane) d[lane] = 0;
-    error += d * d;
-  }
+  for (; i + 8 <= n; i += 8) add(i, 8);
+  if (i < n) add(i, n - i);
   return AddLanes(error);
 }
 

@@ -214,7 +214,7 @@ class Batch {
       testing::Snapshot before;
       before.keys = one.model.read(Side::key, one.cache.store().cells());
       before.values = one.model.read(Side::value, one.cache.store().cells());
-      ASSERT_NO_FATAL_FAILURE(testing::expect_half_step(one.cache.store(), page, before, after));
+      ASSERT_NO_FATAL_FAILURE(testing::expect_close(one.cache.store(), page, before, after));
       one.model.seal(page, after);
     }
   }

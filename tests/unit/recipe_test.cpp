@@ -255,7 +255,7 @@ TEST(Layout, BitsPerValueEqualHandComputedFigures) {
   for (const Figure& figure : figures) {
     const PageLayout layout = make_layout(parse_recipe(figure.recipe), {2, figure.dim, figure.dim, DType::f16});
     double expected = figure.bits;
-    if (std::string(figure.recipe) == "kitty:boost=0.25,v=2") expected = (2.5 + 0.25 + 512.0 / (128 * 128) + 2.25) / 2;
+    if (std::string(figure.recipe) == "kitty:boost=0.25,v=2") expected = (2.5 + 0.25 + 8.0 / 128 + 2.25) / 2;
     EXPECT_NEAR(layout.bits_per_value, expected, 1e-12) << figure.recipe << " D=" << figure.dim;
   }
   const PageLayout wide = make_layout(parse_recipe("kivi:k=4,v=4"), {1, 128, 128, DType::f32});
@@ -276,8 +276,7 @@ TEST(Layout, EverythingInsideAPageIsAlignedAndApart) {
           const auto endpoints = static_cast<std::size_t>(tile->depth) * size_of(dtype);
           spans.emplace_back(tile->min_offset, endpoints);
           spans.emplace_back(tile->max_offset, endpoints);
-          if (tile->index_count > 0)
-            spans.emplace_back(tile->index_offset, static_cast<std::size_t>(tile->index_count) * 2);
+          spans.emplace_back(tile->order_offset, static_cast<std::size_t>(tile->depth * tile->order_entry));
         }
         std::sort(spans.begin(), spans.end());
         for (std::size_t i = 0; i + 1 < spans.size(); ++i) {

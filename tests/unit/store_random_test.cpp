@@ -94,7 +94,7 @@ class Operations {
     ASSERT_EQ(store.seal_ready(1 + static_cast<int>(random_() % 3)), static_cast<int>(ready.size()));
     const Snapshot after(store);
     for (const std::int64_t page : ready) {
-      ASSERT_NO_FATAL_FAILURE(testing::expect_half_step(store, page, before, after));
+      ASSERT_NO_FATAL_FAILURE(testing::expect_close(store, page, before, after));
       model.seal(page, after);
     }
   }
