@@ -70,6 +70,8 @@ class PageStore {
   // that are in no open page count from now on. With `cells` empty, so do all of them, however many rows there are.
   // Ignored by other recipes. Throws Error(invalid_argument | out_of_range | not_finite); then nothing was counted.
   void observe(std::span<const std::int64_t> cells, const ConstView& queries);
+  // True when the recipe weighs channels by queries.
+  bool weighs_queries() const;
 
   // Encodes every full page that has at least recipe.window newer rows. Returns how many were sealed.
   int seal_ready(int threads = 0);

@@ -89,6 +89,10 @@ void PageStore::Impl::take_queries(const Impl& from) {
   queries_seen = seen;
 }
 
+bool PageStore::weighs_queries() const {
+  return !impl_->query_sums.empty();
+}
+
 void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& queries) {
   Impl& impl = *impl_;
   impl.check_queries(queries);
