@@ -315,7 +315,8 @@ Cache Cache::load(std::span<const std::byte> image) {
   if (length < 0 || length > static_cast<std::int64_t>(image.size()) * 64) bad("length does not fit its size");
   PageStore::Impl& impl = cache.store_.impl();
   // Recipes with widths per page or query statistics are younger than version 1.
-  if (in.version == 1 && (impl.layout.key.budget > 0 || !impl.query_sums.empty())) bad("has a recipe that version 1 lacks");
+  if (in.version == 1 && (impl.layout.key.budget > 0 || !impl.query_sums.empty()))
+    bad("has a recipe that version 1 lacks");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());

@@ -335,7 +335,8 @@ void QueryBlock::mix_page(const Page& page, int cells) {
                   cells, scores_, score_stride_, plain_.values, output_stride_);
     return;
   }
-  // Exact values are added after a rescaling without the page's own bias, from weights taken out before that is computed.
+  // Exact values are added after a rescaling without the page's own bias, from weights taken out before that is
+  // computed.
   const ExactRows& exact = page.sealed->exact;
   if (!exact.cells.empty()) {
     std::fill_n(bias_, vectors_, 0.0F);

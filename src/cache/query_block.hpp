@@ -67,8 +67,8 @@ class QueryBlock {
   // v of every vector in the tile's order.
   const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
 
-  // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are kept
-  // apart, and the sum that a page does not touch is rescaled when its turn comes.
+  // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are
+  // kept apart, and the sum that a page does not touch is rescaled when its turn comes.
   struct Mixed {
     float* values = nullptr;  // [vectors][value_dim]
     float* owed = nullptr;    // [vectors]: factor not applied yet
@@ -91,8 +91,8 @@ class QueryBlock {
   float* queries_ = nullptr;  // [vectors][key_dim], scaled
   float* scores_ = nullptr;   // [vectors][page]
   Mixed plain_;
-  Mixed rotated_;  // of sealed pages whose values are stored rotated; unused otherwise
-  float* exact_ = nullptr;    // [vectors][page]: scores or weights of exact cells
+  Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
+  float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
   float* maximum_ = nullptr;
   float* sum_ = nullptr;
   float* alpha_ = nullptr;
@@ -105,8 +105,8 @@ class QueryBlock {
   int* levels_ = nullptr;
   std::uint16_t* order_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
-  float* wide_ = nullptr;  // an open tile as float, for blocks of many vectors
-  float* mask_ = nullptr;  // [vectors][page]
+  float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
+  float* mask_ = nullptr;      // [vectors][page]
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
   float* x_scale_ = nullptr;  // [vectors]

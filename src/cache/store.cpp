@@ -292,9 +292,8 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 
 StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
-  bytes.tables =
-      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t) +
-      impl_->query_sums.capacity() * sizeof(double);
+  bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
+                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
   for (const Page& page : impl_->pages) {
     if (page.open) bytes.open += impl_->rows.bytes;
     if (page.queries) bytes.tables += impl_->query_bytes();

@@ -37,7 +37,8 @@ struct PageStore::Impl {
   std::vector<std::int64_t> open_pages;  // numbers of open pages, in the order they were opened
   std::int64_t rows_written = 0;         // key rows since creation: the clock of the recent window
   StoreCounts counts;
-  // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses them.
+  // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses
+  // them.
   std::vector<double> query_sums;
   bool queries_seen = false;
 

@@ -52,8 +52,8 @@ void PageStore::Impl::check_queries(const ConstView& view) const {
     bool bad = false;
     for (int d = 0; d < shape.key_dim; ++d) bad |= !(std::fabs(query[d]) <= std::numeric_limits<float>::max());
     if (!bad) return;
-    base::fail(ErrorCode::not_finite,
-               "query row " + std::to_string(row) + ", head " + std::to_string(head) + " has a value that is not finite");
+    base::fail(ErrorCode::not_finite, "query row " + std::to_string(row) + ", head " + std::to_string(head) +
+                                          " has a value that is not finite");
   });
 }
 

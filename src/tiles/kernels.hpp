@@ -105,8 +105,8 @@ struct SoftmaxArgs {
   float* alpha = nullptr;    // out [vectors]: what earlier outputs must be multiplied by
 };
 
-// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i % 8)
-// that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
+// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i %
+// 8) that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
 struct LineSums {
   std::int64_t code = 0;         // sum c
   std::int64_t code_square = 0;  // sum c * c
