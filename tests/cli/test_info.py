@@ -154,7 +154,7 @@ def test_huge_counts_are_refused_without_allocating(info):
     assert info(bytes(whole))[0].returncode == BAD_INPUT
 
 
-@pytest.mark.parametrize("recipe", ["f16", "kivi:k=4,v=4", "kivi:k=2,v=2,page=32,window=0", "kitty"])
+@pytest.mark.parametrize("recipe", ["f16", "kivi:k=4,v=4", "kivi:k=2,v=2,page=32,window=0", "kitty", "waterfill"])
 def test_estimate_agrees_with_a_live_run(kvant, model, text, tmp_path, recipe):
     """Within 1 % of what the plug-in holds once the context is full."""
     status_path = tmp_path / "status.json"
