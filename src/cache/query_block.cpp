@@ -254,8 +254,8 @@ void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const s
   }
 }
 
-void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, float* out,
-                               std::int64_t out_stride) {
+void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block,
+                               tiles::Start start, const float* alpha, float* out, std::int64_t out_stride) {
   std::size_t words = 0;
   for (std::size_t i = 0; i < plan.sets.size(); ++i) {
     const TilePlan::XSet& set = plan.sets[i];
@@ -263,7 +263,7 @@ void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, con
     for (std::size_t p = 0; p < planes_.size(); ++p) planes_[p].plane = head_block + set.offsets[p];
     kernels_.multiply_codes({planes_.data(), static_cast<int>(planes_.size()), tile.rows, packed_ + words, set.depth,
                              vectors_, store_.recipe.x_bits == 16, x_scale_ + i * static_cast<std::size_t>(vectors_),
-                             out, out_stride});
+                             out, out_stride, i == 0 ? start : tiles::Start::add, alpha, bias_});
     words += tiles::packed_words(set.depth, vectors_);
   }
 }
@@ -289,8 +289,7 @@ void QueryBlock::score_page(const Page& page, int cells) {
   }
   const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
   pack_tile(store_.layout.key, plan_.key, head_block, queries_, query_stride_);
-  for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, bias_[n]);
-  multiply_tile(store_.layout.key, plan_.key, head_block, scores_, score_stride_);
+  multiply_tile(store_.layout.key, plan_.key, head_block, tiles::Start::replace, nullptr, scores_, score_stride_);
   if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
 }
 
@@ -328,8 +327,8 @@ void QueryBlock::mix_page(const Page& page, int cells) {
     mix_exact(exact);
   }
   pack_tile(store_.layout.value, plan_.value, head_block, scores_, score_stride_);
-  kernels_.rescale(output_, output_stride_, vectors_, width, exact.cells.empty() ? alpha_ : ones_, bias_);
-  multiply_tile(store_.layout.value, plan_.value, head_block, output_, output_stride_);
+  multiply_tile(store_.layout.value, plan_.value, head_block, tiles::Start::rescale,
+                exact.cells.empty() ? alpha_ : ones_, output_, output_stride_);
 }
 
 // Pages lie anywhere in memory and no hardware prefetcher follows: what comes next is asked for while this is computed.

@@ -78,9 +78,9 @@ class QueryBlock {
   // Rounds v * step to integers for every index set of the tile; bias_ gets v * min and the rounding.
   void pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
                  std::int64_t v_stride);
-  // out += the tile times what pack_tile packed
-  void multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, float* out,
-                     std::int64_t out_stride);
+  // out, begun as `start` says, gets the tile times what pack_tile packed
+  void multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, tiles::Start start,
+                     const float* alpha, float* out, std::int64_t out_stride);
 
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;

@@ -61,9 +61,16 @@ struct CodePlane {
   int depth = 0;
 };
 
+// What a product does with the `out` that is there.
+enum class Start : std::uint8_t {
+  add,      // out + product
+  replace,  // bias[n] + product
+  rescale,  // out * alpha[n] + bias[n] + product
+};
+
 // out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
-// cover depth index i say and fits 8 bits. Sums are integers over kSumDepth depth indices, each converted to float
-// once.
+// cover depth index i say and fits 8 bits; at most 64 planes. Sums are integers over kSumDepth depth indices, each
+// converted to float once.
 struct CodeProduct {
   const CodePlane* planes = nullptr;
   int count = 0;
@@ -75,6 +82,9 @@ struct CodeProduct {
   const float* factor = nullptr;  // [vectors]
   float* out = nullptr;           // [vectors][out_stride], rows padded to 16 are written
   std::int64_t out_stride = 0;
+  Start start = Start::add;
+  const float* alpha = nullptr;  // [vectors]
+  const float* bias = nullptr;   // [vectors]
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.

@@ -20,26 +20,24 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Words [vector][quad][2]. VNNI: high bytes of the quad, low bytes of the quad. Elsewhere: 16-bit pairs of
-// the even and of the odd depth indices, which meet the even and odd bytes of a group.
-
-#if KVANT_VNNI
-// value = 256 * high + low with signed bytes; the byte of low is the lowest byte of value itself.
-HWY_INLINE void StoreQuads(__m512i value, bool wide, std::int32_t* word) {
-  const __m512i rounded = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-  const __m128i high = _mm512_cvtepi32_epi8(wide ? rounded : value);
-  const __m128i low = wide ? _mm512_cvtepi32_epi8(value) : _mm_setzero_si128();
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word), _mm_unpacklo_epi32(high, low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word + 4), _mm_unpackhi_epi32(high, low));
+// Words [vector][quad][2]: the high bytes of a quad's four integers, then the low bytes; value = 256 * high + low with
+// signed bytes, so low is the lowest byte of value itself. A narrow x has its byte in the first word and 0 in the
+// second.
+template <class D, class V>
+HWY_INLINE void StoreQuads(D di, V value, bool wide, std::int32_t* word) {
+  const hn::Repartition<std::int16_t, D> d16;
+  const hn::Repartition<std::uint8_t, D> d8;
+  const hn::Repartition<std::uint64_t, D> d64;
+  // Bytes 0 and 2 of each integer: low and high.
+  const auto high = hn::ShiftLeft<8>(hn::Add(value, hn::Set(di, 128)));
+  const auto both =
+      wide ? hn::OddEven(hn::BitCast(d16, high), hn::BitCast(d16, value)) : hn::BitCast(d16, hn::ShiftLeft<16>(value));
+  alignas(16) static constexpr std::uint8_t kOrder[16] = {2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12};
+  const auto quads = hn::TableLookupBytes(hn::BitCast(d8, both), hn::LoadDup128(d8, kOrder));
+  const auto packed = hn::LowerHalf(hn::ConcatEven(d64, hn::BitCast(d64, quads), hn::BitCast(d64, quads)));
+  const hn::Half<D> half;
+  hn::StoreU(hn::BitCast(half, packed), half, word);
 }
-#else
-HWY_INLINE void StoreQuads(const std::int32_t* integers, std::int32_t* word) {
-  for (int q = 0; q < 4; ++q, integers += 4, word += 2) {
-    word[0] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[2]) << 16) | (integers[0] & 0xFFFF));
-    word[1] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[3]) << 16) | (integers[1] & 0xFFFF));
-  }
-}
-#endif
 
 // scratch[d] = v * step at the tile's channels, zero-padded; returns the bits of the largest magnitude: as integers,
 // magnitudes order as they do as floats, and infinities and NaN come last.
@@ -69,7 +67,7 @@ inline std::int32_t ScaleVector(const PackArgs& a, const float* v, int padded) {
 void PackX(const PackArgs& a) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
-  [[maybe_unused]] const int lanes = static_cast<int>(hn::Lanes(d));
+  const int lanes = static_cast<int>(hn::Lanes(d));
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
   std::int32_t* words = a.x;
@@ -79,32 +77,24 @@ void PackX(const PackArgs& a) {
     float peak = 0;
     std::memcpy(&peak, &bits, sizeof peak);
     peak = std::max(peak, limit * kFinestX);
-    const float inverse = finite ? limit / peak : 0.0F;
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
+    if (!finite) {  // the scale makes the product NaN
+      std::memset(words, 0, static_cast<std::size_t>(vector_words(a.depth)) * sizeof *words);
+      words += vector_words(a.depth);
+      a.bias[n] = a.scale[n];
+      continue;
+    }
     const auto scale = hn::Set(d, a.scale[n]);
-    const auto factor = hn::Set(d, inverse);
+    const auto factor = hn::Set(d, limit / peak);
     auto error = hn::Zero(d);
-    for (int i = 0; i < padded; i += 16, words += 8) {
-#if KVANT_VNNI
+    for (int i = 0; i < padded; i += lanes, words += lanes / 2) {
       const auto value = hn::LoadU(d, a.scratch + i);
       const auto rounded = hn::NearestInt(hn::Mul(value, factor));
+      StoreQuads(di, rounded, a.wide, words);
       if (a.mid != nullptr) {
         const auto lost = hn::NegMulAdd(hn::ConvertTo(d, rounded), scale, value);
         error = hn::MulAdd(hn::LoadU(d, a.mid + i), lost, error);
       }
-      StoreQuads(rounded.raw, a.wide, words);
-#else
-      alignas(64) std::int32_t integers[16];
-      for (int lane = 0; lane < 16; lane += lanes) {
-        const auto value = hn::LoadU(d, a.scratch + i + lane);
-        const auto rounded = hn::Round(hn::Mul(value, factor));
-        if (a.mid != nullptr) {
-          error = hn::MulAdd(hn::LoadU(d, a.mid + i + lane), hn::NegMulAdd(rounded, scale, value), error);
-        }
-        hn::StoreU(finite ? hn::ConvertTo(di, rounded) : hn::Zero(di), di, integers + lane);
-      }
-      StoreQuads(integers, words);
-#endif
     }
     if (a.mid != nullptr) a.bias[n] += hn::GetLane(hn::SumOfLanes(d, error));
   }

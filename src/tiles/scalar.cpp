@@ -67,6 +67,8 @@ void multiply_codes(const CodeProduct& a) {
   for (int n = 0; n < a.vectors; ++n) {
     for (int row = 0; row < base::round_up(a.rows, kLanes); ++row) {
       float& out = a.out[n * a.out_stride + row];
+      if (a.start == Start::replace) out = a.bias[n];
+      if (a.start == Start::rescale) out = out * a.alpha[n] + a.bias[n];
       for (int begin = 0; begin < a.x_depth; begin += kSumDepth) {
         std::int64_t sum = 0;
         for (int i = 0; i < a.count; ++i) {
