@@ -214,8 +214,9 @@ bool QueryBlock::load_mask(std::int64_t number, int cells) {
 // ---- products with one page
 
 void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
-                               std::int64_t v_stride, float* out, std::int64_t out_stride) {
-  tiles::RowProduct product{tile, store_.shape.dtype, stride, rows, depth, v, v_stride, vectors_, out, out_stride};
+                               std::int64_t v_stride, float* out, std::int64_t out_stride, tiles::Ahead ahead) {
+  tiles::RowProduct product{tile,     store_.shape.dtype, stride, rows,       depth, v,
+                            v_stride, vectors_,           out,    out_stride, ahead};
   if (vectors_ >= kWidenFrom && store_.shape.dtype != DType::f32) {
     const int padded = base::round_up(rows, tiles::kLanes);
     for (int d = 0; d < depth; ++d) {
@@ -255,7 +256,8 @@ void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const s
 }
 
 void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block,
-                               tiles::Start start, const float* alpha, float* out, std::int64_t out_stride) {
+                               tiles::Start start, const float* alpha, tiles::Ahead ahead, float* out,
+                               std::int64_t out_stride) {
   std::size_t words = 0;
   for (std::size_t i = 0; i < plan.sets.size(); ++i) {
     const TilePlan::XSet& set = plan.sets[i];
@@ -263,7 +265,8 @@ void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, con
     for (std::size_t p = 0; p < planes_.size(); ++p) planes_[p].plane = head_block + set.offsets[p];
     kernels_.multiply_codes({planes_.data(), static_cast<int>(planes_.size()), tile.rows, packed_ + words, set.depth,
                              vectors_, store_.recipe.x_bits == 16, x_scale_ + i * static_cast<std::size_t>(vectors_),
-                             out, out_stride, i == 0 ? start : tiles::Start::add, alpha, bias_});
+                             out, out_stride, i == 0 ? start : tiles::Start::add, alpha, bias_,
+                             i == 0 ? ahead : tiles::Ahead{}});
     words += tiles::packed_words(set.depth, vectors_);
   }
 }
@@ -284,12 +287,13 @@ void QueryBlock::score_page(const Page& page, int cells) {
   if (page.open) {
     for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, 0.0F);
     multiply_open(page.open.get() + store_.rows.key_at(head_, 0, 0), store_.tokens(), cells, store_.shape.key_dim,
-                  queries_, query_stride_, scores_, score_stride_);
+                  queries_, query_stride_, scores_, score_stride_, ahead_key_);
     return;
   }
   const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
   pack_tile(store_.layout.key, plan_.key, head_block, queries_, query_stride_);
-  multiply_tile(store_.layout.key, plan_.key, head_block, tiles::Start::replace, nullptr, scores_, score_stride_);
+  multiply_tile(store_.layout.key, plan_.key, head_block, tiles::Start::replace, nullptr, ahead_key_, scores_,
+                score_stride_);
   if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
 }
 
@@ -315,7 +319,7 @@ void QueryBlock::mix_page(const Page& page, int cells) {
     std::fill_n(bias_, vectors_, 0.0F);
     kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
     multiply_open(page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_stride, store_.shape.value_dim,
-                  cells, scores_, score_stride_, output_, output_stride_);
+                  cells, scores_, score_stride_, output_, output_stride_, ahead_value_);
     return;
   }
   const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
@@ -328,20 +332,24 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   }
   pack_tile(store_.layout.value, plan_.value, head_block, scores_, score_stride_);
   multiply_tile(store_.layout.value, plan_.value, head_block, tiles::Start::rescale,
-                exact.cells.empty() ? alpha_ : ones_, output_, output_stride_);
+                exact.cells.empty() ? alpha_ : ones_, ahead_value_, output_, output_stride_);
 }
 
-// Pages lie anywhere in memory and no hardware prefetcher follows: what comes next is asked for while this is computed.
-static void fetch(const std::byte* data, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += base::kAlignment) __builtin_prefetch(data + i, 0, 2);
-}
-
-void QueryBlock::fetch_page(std::int64_t number) const {
+// Where the next page keeps this head's keys and values; empty when there is none. What is read often (many query rows)
+// or what this block reads next anyway needs no help.
+void QueryBlock::look_ahead(std::int64_t number) {
+  ahead_key_ = ahead_value_ = {};
   if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
-  if (!page.sealed) return;
-  fetch(page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes,
-        store_.layout.head_bytes);
+  if (page.sealed) {
+    const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
+    const std::size_t value = store_.layout.value.planes.front().offset;
+    ahead_key_ = {block, value};
+    ahead_value_ = {block + value, store_.layout.head_bytes - value};
+  } else if (page.open) {
+    ahead_key_ = {page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head};
+    ahead_value_ = {page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
+  }
 }
 
 void QueryBlock::add_page(std::int64_t number) {
@@ -355,7 +363,7 @@ void QueryBlock::add_page(std::int64_t number) {
     cells = base::round_up(cells, tiles::kLanes);
   }
   if (cells == 0 || !load_mask(number, cells)) return;
-  fetch_page(number + 1);
+  look_ahead(number + 1);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});

@@ -62,7 +62,7 @@ class QueryBlock {
   const float* output(int vector) const { return output_ + vector * output_stride_; }
 
  private:
-  void fetch_page(std::int64_t page) const;
+  void look_ahead(std::int64_t page);
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
@@ -74,13 +74,13 @@ class QueryBlock {
   void mix_page(const Page& page, int cells);
   void mix_exact(const ExactRows& exact);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
-                     float* out, std::int64_t out_stride);
+                     float* out, std::int64_t out_stride, tiles::Ahead ahead = {});
   // Rounds v * step to integers for every index set of the tile; bias_ gets v * min and the rounding.
   void pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
                  std::int64_t v_stride);
   // out, begun as `start` says, gets the tile times what pack_tile packed
   void multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, tiles::Start start,
-                     const float* alpha, float* out, std::int64_t out_stride);
+                     const float* alpha, tiles::Ahead ahead, float* out, std::int64_t out_stride);
 
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;
@@ -107,8 +107,10 @@ class QueryBlock {
   float* min_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
   float* scratch_ = nullptr;
-  float* wide_ = nullptr;  // an open tile as float, for blocks of many vectors
-  float* mask_ = nullptr;  // [vectors][page]
+  float* wide_ = nullptr;   // an open tile as float, for blocks of many vectors
+  float* mask_ = nullptr;   // [vectors][page]
+  tiles::Ahead ahead_key_;  // of the next page
+  tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
   float* x_scale_ = nullptr;  // [index sets][vectors]

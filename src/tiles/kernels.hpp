@@ -61,6 +61,13 @@ struct CodePlane {
   int depth = 0;
 };
 
+// Memory that a product asks for while it computes: pages lie anywhere, so no hardware prefetcher finds the next one,
+// and asking for all of it at once would wait for the memory instead.
+struct Ahead {
+  const std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
 // What a product does with the `out` that is there.
 enum class Start : std::uint8_t {
   add,      // out + product
@@ -85,6 +92,7 @@ struct CodeProduct {
   Start start = Start::add;
   const float* alpha = nullptr;  // [vectors]
   const float* bias = nullptr;   // [vectors]
+  Ahead ahead;
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.
@@ -99,6 +107,7 @@ struct RowProduct {
   int vectors = 0;
   float* out = nullptr;
   std::int64_t out_stride = 0;
+  Ahead ahead;
 };
 
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.

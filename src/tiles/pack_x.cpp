@@ -1,5 +1,6 @@
 // Rounds x to the integers of multiply_codes, once per instruction set.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -39,64 +40,92 @@ HWY_INLINE void StoreQuads(D di, V value, bool wide, std::int32_t* word) {
   hn::StoreU(hn::BitCast(half, packed), half, word);
 }
 
-// scratch[d] = v * step at the tile's channels, zero-padded; returns the bits of the largest magnitude: as integers,
-// magnitudes order as they do as floats, and infinities and NaN come last.
-inline std::int32_t ScaleVector(const PackArgs& a, const float* v, int padded) {
+// v at the tile's channels, in the order of the index list; padding is 0.
+inline const float* Gather(const PackArgs& a, const float* v, int padded) {
+  for (int i = 0; i < a.depth; ++i) a.scratch[i] = v[a.index[i]];
+  for (int i = a.depth; i < padded; ++i) a.scratch[i] = 0.0F;
+  return a.scratch;
+}
+
+// The largest |v * step|, as the bits of a float: as integers, magnitudes order as they do as floats, and infinities
+// and NaN come last.
+inline std::int32_t Peak(const float* v, const float* step, int depth) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  auto peak = hn::Zero(di);
+  auto first = hn::Zero(di);
+  auto second = hn::Zero(di);
+  const auto magnitude = [&](int i) HWY_ATTR {
+    return hn::BitCast(di, hn::Abs(hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, step + i))));
+  };
   int i = 0;
-  if (a.index == nullptr) {
-    for (; i + lanes <= a.depth; i += lanes) {
-      const auto value = hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, a.step + i));
-      hn::StoreU(value, d, a.scratch + i);
-      peak = hn::Max(peak, hn::BitCast(di, hn::Abs(value)));
-    }
+  for (; i + 2 * lanes <= depth; i += 2 * lanes) {
+    first = hn::Max(first, magnitude(i));
+    second = hn::Max(second, magnitude(i + lanes));
   }
-  const int rest = i;
-  for (; i < a.depth; ++i) {
-    const int channel = a.index != nullptr ? a.index[i] : i;
-    a.scratch[i] = v[channel] * a.step[channel];
+  std::int32_t peak = hn::GetLane(hn::MaxOfLanes(di, hn::Max(first, second)));
+  for (; i < depth; ++i) {
+    const float last = std::fabs(v[i] * step[i]);
+    std::int32_t bits = 0;
+    std::memcpy(&bits, &last, sizeof bits);
+    peak = std::max(peak, bits);
   }
-  for (; i < padded; ++i) a.scratch[i] = 0.0F;
-  for (i = rest; i < padded; i += lanes) peak = hn::Max(peak, hn::BitCast(di, hn::Abs(hn::LoadU(d, a.scratch + i))));
-  return hn::GetLane(hn::MaxOfLanes(di, peak));
+  return peak;
+}
+
+// Rounds v * step / scale and returns the sum of mid * rounding error. Depth indices past `depth` become 0.
+inline float RoundVector(const PackArgs& a, const float* v, const float* step, int padded, float scale, float inverse,
+                         std::int32_t* words) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto unit = hn::Set(d, scale);
+  const auto factor = hn::Set(d, inverse);
+  auto error = hn::Zero(d);
+  const auto round = [&](auto value, int i) HWY_ATTR {
+    const auto rounded = hn::NearestInt(hn::Mul(value, factor));
+    StoreQuads(di, rounded, a.wide, words + i / 2);
+    if (a.mid == nullptr) return;
+    error = hn::MulAdd(hn::LoadU(d, a.mid + i), hn::NegMulAdd(hn::ConvertTo(d, rounded), unit, value), error);
+  };
+  int i = 0;
+  for (; i + lanes <= a.depth; i += lanes) round(hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, step + i)), i);
+  for (; i < padded; i += lanes) {
+    alignas(64) float rest[16] = {};
+    for (int j = i; j < std::min(i + lanes, a.depth); ++j) rest[j - i] = v[j] * step[j];
+    round(hn::Load(d, rest), i);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, error));
 }
 
 void PackX(const PackArgs& a) {
-  const hn::CappedTag<float, 16> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const int lanes = static_cast<int>(hn::Lanes(d));
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
-  std::int32_t* words = a.x;
+  float listed[kMaxDepth];
+  const float* step = a.step;
+  if (a.index != nullptr) {
+    for (int i = 0; i < a.depth; ++i) listed[i] = a.step[a.index[i]];
+    step = listed;
+  }
+  const auto vector = [&](int n) HWY_ATTR {
+    const float* v = a.v + n * a.v_stride;
+    return a.index != nullptr ? Gather(a, v, padded) : v;
+  };
+  // All peaks first: the reductions and divisions of several vectors overlap.
   for (int n = 0; n < a.vectors; ++n) {
-    const std::int32_t bits = ScaleVector(a, a.v + n * a.v_stride, padded);
-    const bool finite = bits < 0x7F800000;
+    const std::int32_t bits = Peak(vector(n), step, a.depth);
     float peak = 0;
     std::memcpy(&peak, &bits, sizeof peak);
-    peak = std::max(peak, limit * kFinestX);
-    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
-    if (!finite) {  // the scale makes the product NaN
+    a.scale[n] = bits < 0x7F800000 ? std::max(peak, limit * kFinestX) / limit : std::numeric_limits<float>::quiet_NaN();
+  }
+  std::int32_t* words = a.x;
+  for (int n = 0; n < a.vectors; ++n, words += vector_words(a.depth)) {
+    if (std::isnan(a.scale[n])) {  // the scale makes the product NaN
       std::memset(words, 0, static_cast<std::size_t>(vector_words(a.depth)) * sizeof *words);
-      words += vector_words(a.depth);
       a.bias[n] = a.scale[n];
       continue;
     }
-    const auto scale = hn::Set(d, a.scale[n]);
-    const auto factor = hn::Set(d, limit / peak);
-    auto error = hn::Zero(d);
-    for (int i = 0; i < padded; i += lanes, words += lanes / 2) {
-      const auto value = hn::LoadU(d, a.scratch + i);
-      const auto rounded = hn::NearestInt(hn::Mul(value, factor));
-      StoreQuads(di, rounded, a.wide, words);
-      if (a.mid != nullptr) {
-        const auto lost = hn::NegMulAdd(hn::ConvertTo(d, rounded), scale, value);
-        error = hn::MulAdd(hn::LoadU(d, a.mid + i), lost, error);
-      }
-    }
-    if (a.mid != nullptr) a.bias[n] += hn::GetLane(hn::SumOfLanes(d, error));
+    a.bias[n] += RoundVector(a, vector(n), step, padded, a.scale[n], 1.0F / a.scale[n], words);
   }
 }
 

@@ -62,6 +62,8 @@ struct DotArgs {
   const float* bias;
   float* out;
   std::int64_t out_stride;
+  const std::byte* ahead;   // asked for at the start of the next call
+  std::size_t ahead_bytes;  // per call
 };
 
 // One vector at a time: x is spread, used on all row tiles and gone, which keeps it out of the sums' registers.
@@ -123,6 +125,7 @@ KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Tota
 
 template <int kVectors, bool kWide, int... A, class Tiles, class Vectors>
 KVANT_DOT_ATTR HWY_NOINLINE void DotBlock(const DotArgs& a, Tiles tiles, Vectors vectors, Indices<A...> all) {
+  for (std::size_t i = 0; i < a.ahead_bytes; i += kGroupBytes) __builtin_prefetch(a.ahead + i, 0, 2);
   Total total[] = {(static_cast<void>(A), ZeroTotal())...};
   for (const Chunk* c = a.chunks; c != a.end; ++c) {
     if (c->mask == 0) {
@@ -153,6 +156,7 @@ void DotTiles(DotArgs a, int tiles) {
       } else {
         DotBlock<kVectors, kWide>(a, Range<1>(), Range<kVectors>(), Range<kVectors>());
       }
+      a.ahead += a.ahead_bytes;
     }
     a.tile += full ? kTiles : 1;
   }
@@ -167,6 +171,7 @@ void DotVectors(DotArgs a, int tiles, int vectors) {
     if (count == 2) DotTiles<2, kWide>(a, tiles);
     if (count == 1) DotTiles<1, kWide>(a, tiles);
     n += count;
+    a.ahead_bytes = 0;  // the first vectors ask for all of it
     a.x += count * a.vector_words;
     a.factor += count;
     a.alpha += a.alpha != nullptr ? count : 0;
@@ -266,6 +271,11 @@ struct Program {
 void MultiplyCodes(const CodeProduct& a) {
   alignas(64) std::uint8_t codes[kMaxDepth / kQuad * 4 * kGroupBytes];
   Program program(a);
+  // A call covers kSumRows rows of at least one row tile: shares of whole lines, the last one may reach past the end.
+  const std::size_t calls =
+      static_cast<std::size_t>(row_tiles(a.rows) * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
+  const std::size_t share = base::round_up(a.ahead.bytes / std::max<std::size_t>(calls, 1), std::size_t{kGroupBytes});
+  const std::byte* ahead = a.ahead.data;
   for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
     tiles = block_tiles(1, row_tiles(a.rows) - tile);
     UnpackTiles(program.cover, program.direct, tile, tiles, codes);
@@ -282,13 +292,16 @@ void MultiplyCodes(const CodeProduct& a) {
                         a.alpha,
                         a.bias,
                         a.out + tile * kLanes,
-                        a.out_stride};
+                        a.out_stride,
+                        ahead,
+                        quad == 0 ? share : 0};
       if (a.wide) {
         DotVectors<true>(dot, tiles, a.vectors);
       } else {
         DotVectors<false>(dot, tiles, a.vectors);
       }
     }
+    ahead += share * static_cast<std::size_t>(tiles * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
   }
 }
 

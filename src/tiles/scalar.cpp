@@ -27,8 +27,8 @@ void pack_x(const PackArgs& a) {
       finite &= std::isfinite(a.scratch[d]);
       peak = std::max(peak, std::fabs(a.scratch[d]));
     }
-    const float inverse = finite ? limit / peak : 0.0F;
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
+    const float inverse = 1.0F / a.scale[n];
     float error = 0;
     for (int d = 0; d < a.depth && finite; ++d) {
       const float rounded = std::nearbyint(a.scratch[d] * inverse);
