@@ -23,13 +23,15 @@ int longest(const AttentionPlan& plan) {
 
 TilePlan::TilePlan(const TileLayout& tile) : depth(tile.depth) {
   for (const PlaneLayout& plane : tile.planes) {
-    // All gathered planes take the start of one index list; a shorter one is a part of the longest.
+    // The set of all depth indices comes first: it brings the minima. All gathered planes take the start of one index
+    // list; a shorter one is a part of the longest.
     auto set = std::find_if(sets.begin(), sets.end(), [&](const XSet& x) { return x.gathered == plane.gathered; });
     if (set == sets.end()) set = sets.insert(sets.end(), XSet{plane.gathered, 0, {}, {}, {}});
     set->depth = std::max(set->depth, plane.depth);
     set->planes.push_back({nullptr, plane.bits, plane.shift, 0, plane.depth});
     set->offsets.push_back(plane.offset);
   }
+  std::stable_sort(sets.begin(), sets.end(), [](const XSet& a, const XSet& b) { return a.depth > b.depth; });
   for (XSet& set : sets) {
     set.mid.resize(static_cast<std::size_t>(base::round_up(set.depth, tiles::kDepthPad)));
     for (const tiles::CodePlane& plane : set.planes) {
@@ -233,7 +235,6 @@ void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, 
 void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
                            std::int64_t v_stride) {
   load_grid(tile, store_.shape.dtype, head_block, widths_, min_, step_);
-  for (int n = 0; n < vectors_; ++n) bias_[n] = kernels_.dot(v + n * v_stride, min_, tile.depth);
   std::size_t words = 0;
   for (std::size_t i = 0; i < plan.sets.size(); ++i) {
     const TilePlan::XSet& set = plan.sets[i];
@@ -241,6 +242,7 @@ void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const s
     pack.v = v;
     pack.v_stride = v_stride;
     pack.step = step_;
+    pack.min = i == 0 ? min_ : nullptr;
     pack.index = set.gathered ? tile_index(tile, head_block) : nullptr;
     pack.depth = set.depth;
     pack.vectors = vectors_;

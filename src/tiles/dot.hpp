@@ -31,9 +31,9 @@ KVANT_DOT_ATTR HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
 KVANT_DOT_ATTR HWY_INLINE Codes Spread(std::int32_t word) {
   return _mm512_set1_epi32(word);
 }
-// (codes >> count) & mask
-KVANT_DOT_ATTR HWY_INLINE Codes Field(Codes codes, int count, Codes mask) {
-  return _mm512_and_si512(_mm512_srl_epi32(codes, _mm_cvtsi32_si128(count)), mask);
+// (codes >> count) & mask, the count in every lane
+KVANT_DOT_ATTR HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
+  return _mm512_and_si512(_mm512_srlv_epi32(codes, count), mask);
 }
 KVANT_DOT_ATTR HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
   return reinterpret_cast<Sum>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
@@ -60,10 +60,15 @@ HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
 HWY_INLINE Codes Spread(std::int32_t word) {
   return hwy::HWY_NAMESPACE::Set(D32(), word);
 }
-HWY_INLINE Codes Field(Codes codes, int count, Codes mask) {
+HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::RebindToUnsigned<D32> du;
-  return hn::And(hn::BitCast(D32(), hn::ShiftRightSame(hn::BitCast(du, codes), count)), mask);
+#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2
+  const auto field = hn::ShiftRightSame(hn::BitCast(du, codes), hn::GetLane(count));  // no shift per lane there
+#else
+  const auto field = hn::Shr(hn::BitCast(du, codes), hn::BitCast(du, count));
+#endif
+  return hn::And(hn::BitCast(D32(), field), mask);
 }
 HWY_INLINE Total ZeroTotal() {
   return hwy::HWY_NAMESPACE::Zero(D32());

@@ -29,15 +29,17 @@ struct PackArgs {
   const float* v = nullptr;  // [vectors][v_stride]
   std::int64_t v_stride = 0;
   const float* step = nullptr;           // [channels]
+  const float* min = nullptr;            // [channels]; null: a part of an x whose other part had it
   const std::uint16_t* index = nullptr;  // null: index[i] = i
   int depth = 0;
   int vectors = 0;
   bool wide = true;            // 16-bit x, else 8-bit
-  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets; null: 0
+  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets
   std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
   float* scale = nullptr;      // out [vectors]: x = scale * integer
-  float* bias =
-      nullptr;  // in/out [vectors]: += sum mid[i] * (x - scale * integer), the rounding error at the mean code
+  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at the
+  // mean code. Without min, the second sum is added to what is there. NaN where v * step is not finite.
+  float* bias = nullptr;
   float* scratch = nullptr;  // round_up(depth, 32) floats
 };
 
@@ -76,7 +78,7 @@ enum class Start : std::uint8_t {
 };
 
 // out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
-// cover depth index i say and fits 8 bits; at most 64 planes. Sums are integers over kSumDepth depth indices, each
+// cover depth index i say and fits 8 bits; at most 32 planes. Sums are integers over kSumDepth depth indices, each
 // converted to float once.
 struct CodeProduct {
   const CodePlane* planes = nullptr;

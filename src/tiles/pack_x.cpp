@@ -21,23 +21,27 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// Adding 1.5 * 2^23 rounds a float of less than 2^22 to the nearest integer and leaves it in the lowest bits.
+constexpr float kRounder = 12582912.0F;
+
 // Words [vector][quad][2]: the high bytes of a quad's four integers, then the low bytes; value = 256 * high + low with
 // signed bytes, so low is the lowest byte of value itself. A narrow x has its byte in the first word and 0 in the
-// second.
+// second. Here: two registers of integers in the lowest 16 bits of each lane, in the order of depth.
 template <class D, class V>
-HWY_INLINE void StoreQuads(D di, V value, bool wide, std::int32_t* word) {
+HWY_INLINE void StoreQuads(D di, V first, V second, bool wide, std::int32_t* word) {
   const hn::Repartition<std::int16_t, D> d16;
   const hn::Repartition<std::uint8_t, D> d8;
   const hn::Repartition<std::uint64_t, D> d64;
-  // Bytes 0 and 2 of each integer: low and high.
-  const auto high = hn::ShiftLeft<8>(hn::Add(value, hn::Set(di, 128)));
-  const auto both =
-      wide ? hn::OddEven(hn::BitCast(d16, high), hn::BitCast(d16, value)) : hn::BitCast(d16, hn::ShiftLeft<16>(value));
   alignas(16) static constexpr std::uint8_t kOrder[16] = {2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12};
-  const auto quads = hn::TableLookupBytes(hn::BitCast(d8, both), hn::LoadDup128(d8, kOrder));
-  const auto packed = hn::LowerHalf(hn::ConcatEven(d64, hn::BitCast(d64, quads), hn::BitCast(d64, quads)));
-  const hn::Half<D> half;
-  hn::StoreU(hn::BitCast(half, packed), half, word);
+  const auto order = hn::LoadDup128(d8, kOrder);
+  // Bytes 2 and 0 of each lane become high and low.
+  const auto quads = [&](V value) HWY_ATTR {
+    const auto high = hn::ShiftLeft<8>(hn::Add(value, hn::Set(di, 128)));
+    const auto both = wide ? hn::OddEven(hn::BitCast(d16, high), hn::BitCast(d16, value))
+                           : hn::BitCast(d16, hn::ShiftLeft<16>(value));
+    return hn::BitCast(d64, hn::TableLookupBytes(hn::BitCast(d8, both), order));
+  };
+  hn::StoreU(hn::BitCast(di, hn::ConcatEven(d64, quads(second), quads(first))), di, word);
 }
 
 // v at the tile's channels, in the order of the index list; padding is 0.
@@ -73,39 +77,58 @@ inline std::int32_t Peak(const float* v, const float* step, int depth) {
   return peak;
 }
 
-// Rounds v * step / scale and returns the sum of mid * rounding error. Depth indices past `depth` become 0.
-inline float RoundVector(const PackArgs& a, const float* v, const float* step, int padded, float scale, float inverse,
-                         std::int32_t* words) {
+// Rounds v * step / scale and returns the sum of min * v + mid * rounding error. Integers past `depth` are 0.
+template <bool kMin>
+float RoundVector(const PackArgs& a, const float* v, const float* step, const float* min, int padded, float scale,
+                  std::int32_t* words) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const auto unit = hn::Set(d, scale);
-  const auto factor = hn::Set(d, inverse);
-  auto error = hn::Zero(d);
-  const auto round = [&](auto value, int i) HWY_ATTR {
-    const auto rounded = hn::NearestInt(hn::Mul(value, factor));
-    StoreQuads(di, rounded, a.wide, words + i / 2);
-    if (a.mid == nullptr) return;
-    error = hn::MulAdd(hn::LoadU(d, a.mid + i), hn::NegMulAdd(hn::ConvertTo(d, rounded), unit, value), error);
+  const auto factor = hn::Set(d, 1.0F / scale);
+  const auto rounder = hn::Set(d, kRounder);
+  const bool wide = a.wide;
+  const float* mid = a.mid;
+  auto bias = hn::Zero(d);
+  const auto round = [&](const float* vs, const float* steps, const float* mins, int i) HWY_ATTR {
+    const auto x = hn::LoadU(d, vs);
+    const auto value = hn::Mul(x, hn::LoadU(d, steps));
+    const auto rounded = hn::Add(hn::Mul(value, factor), rounder);
+    if constexpr (kMin) bias = hn::MulAdd(x, hn::LoadU(d, mins), bias);
+    bias = hn::MulAdd(hn::LoadU(d, mid + i), hn::NegMulAdd(hn::Sub(rounded, rounder), unit, value), bias);
+    return hn::BitCast(di, rounded);
   };
   int i = 0;
-  for (; i + lanes <= a.depth; i += lanes) round(hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, step + i)), i);
-  for (; i < padded; i += lanes) {
-    alignas(64) float rest[16] = {};
-    for (int j = i; j < std::min(i + lanes, a.depth); ++j) rest[j - i] = v[j] * step[j];
-    round(hn::Load(d, rest), i);
+  for (; i + 2 * lanes <= a.depth; i += 2 * lanes) {
+    const auto first = round(v + i, step + i, min + i, i);
+    const auto second = round(v + i + lanes, step + i + lanes, min + i + lanes, i + lanes);
+    StoreQuads(di, first, second, wide, words + i / 2);
   }
-  return hn::GetLane(hn::SumOfLanes(d, error));
+  for (; i < padded; i += 2 * lanes) {
+    alignas(64) float rest[3][32] = {};
+    for (int j = i; j < std::min(i + 2 * lanes, a.depth); ++j) {
+      rest[0][j - i] = v[j];
+      rest[1][j - i] = step[j];
+      rest[2][j - i] = kMin ? min[j] : 0.0F;
+    }
+    const auto first = round(rest[0], rest[1], rest[2], i);
+    const auto second = round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes);
+    StoreQuads(di, first, second, wide, words + i / 2);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, bias));
 }
 
 void PackX(const PackArgs& a) {
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
-  float listed[kMaxDepth];
+  float listed[2][kMaxDepth];
   const float* step = a.step;
+  const float* min = a.min;
   if (a.index != nullptr) {
-    for (int i = 0; i < a.depth; ++i) listed[i] = a.step[a.index[i]];
-    step = listed;
+    for (int i = 0; i < a.depth; ++i) listed[0][i] = a.step[a.index[i]];
+    for (int i = 0; i < a.depth && min != nullptr; ++i) listed[1][i] = min[a.index[i]];
+    step = listed[0];
+    min = min != nullptr ? listed[1] : nullptr;
   }
   const auto vector = [&](int n) HWY_ATTR {
     const float* v = a.v + n * a.v_stride;
@@ -125,7 +148,9 @@ void PackX(const PackArgs& a) {
       a.bias[n] = a.scale[n];
       continue;
     }
-    a.bias[n] += RoundVector(a, vector(n), step, padded, a.scale[n], 1.0F / a.scale[n], words);
+    const float* v = vector(n);
+    a.bias[n] = min != nullptr ? RoundVector<true>(a, v, step, min, padded, a.scale[n], words)
+                               : a.bias[n] + RoundVector<false>(a, v, step, v, padded, a.scale[n], words);
   }
 }
 

@@ -38,15 +38,17 @@ namespace hn = hwy::HWY_NAMESPACE;
 // its codes are (byte >> count + t % tiles * bits) & mask, or the whole byte if mask is 0.
 struct Chunk {
   const std::uint8_t* base;
-  int quad_bytes;   // from quad to quad
+  int quad_bytes;   // from one quad of this chunk to the next
+  int x_words;      // the same in x
   int block_bytes;  // from one group of row tiles to the next
   int tiles;        // row tiles that share a byte
   int bits;
   int count;
   std::int32_t mask;
-  int quad;   // of x
-  int quads;  // length
-  int shift;  // sums are worth 2^shift
+  int quad;                   // the first one in x
+  int quads;                  // length
+  int shift;                  // sums are worth 2^shift
+  std::ptrdiff_t next_block;  // from a row block of 4 row tiles to the next
 };
 
 struct DotArgs {
@@ -105,19 +107,20 @@ KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Tota
                                           Indices<T...> tiles, Indices<N...>, Indices<A...>) {
   Sum high[] = {(static_cast<void>(A), Sum{})...};
   Sum low[] = {(static_cast<void>(A), Sum{})...};
-  const std::uint8_t* quad = c.base + a.tile / c.tiles * c.block_bytes + 4 * a.lane;
-  const std::int64_t between = c.tiles == 1 ? c.block_bytes : 0;
+  const std::uint8_t* quad = c.base + 4 * a.lane;
+  const std::int64_t offsets[] = {std::int64_t{(a.tile + T) / c.tiles} * c.block_bytes...};
   const std::int64_t quad_bytes = c.quad_bytes;
   const std::int64_t vector_words = a.vector_words;
-  const int counts[] = {(c.count + (a.tile + T) % c.tiles * c.bits)...};
+  const Codes counts[] = {Spread(c.count + (a.tile + T) % c.tiles * c.bits)...};
   const Codes mask = Spread(c.mask);
   const std::int32_t* x = a.x + 2 * c.quad;
-  const std::int32_t* const end = x + 2 * c.quads;
+  const std::int64_t x_words = c.x_words;
+  const std::int32_t* const end = x + x_words * c.quads;
   do {
-    const Codes codes[] = {kField ? Field(LoadCodes(quad + T * between), counts[T], mask)
-                                  : LoadCodes(quad + T * between)...};
+    const Codes codes[] = {kField ? Field(LoadCodes(quad + offsets[T]), counts[T], mask)
+                                  : LoadCodes(quad + offsets[T])...};
     (AddVector<kWide, kVectors>(codes, x + N * vector_words, high + N, low + N, tiles), ...);
-    x += 2;
+    x += x_words;
     quad += quad_bytes;
   } while (x != end);
   ((total[A] = Join<kWide>(total[A], high[A], low[A], c.shift)), ...);
@@ -180,91 +183,99 @@ void DotVectors(DotArgs a, int tiles, int vectors) {
   }
 }
 
-// The depth of a product, cut where the set of planes changes.
-struct Run {
-  int first;  // quads
-  int end;
-  int plane;     // the only plane, read directly; -1: joined bytes
-  int max_code;  // of all planes together
-};
-
-constexpr int kMaxPlanes = 64;
+constexpr int kMaxPlanes = 32;
 constexpr int kSumQuads = kSumDepth / kQuad;
+// Vectors up to which every plane is read in place: multiplying each plane costs less than joining them.
+constexpr int kFewVectors = 2;
 
+// The chunks of a product. Planes in `direct` are chunks of their own; the others are joined, and the depth they cover
+// is cut where the set of planes changes.
 struct Program {
   const CodeProduct& a;
   Cover cover;
-  std::uint64_t direct = 0;  // planes that are read directly
-  int run_count = 0;
-  Run runs[2 * kMaxPlanes];
-  Chunk chunks[2 * kSumQuads + 2 * kMaxPlanes];
+  std::uint64_t direct = 0;
+  int count = 0;
+  Chunk chunks[(kMaxPlanes + 2) * 16];
 
   explicit Program(const CodeProduct& product) : a(product), cover(product) {
+    for (int i = 0; i < a.count; ++i) {
+      if (a.vectors <= kFewVectors || cover.is_alone(i)) direct |= std::uint64_t{1} << i;
+    }
+  }
+  bool joins() const { return direct != (std::uint64_t{1} << a.count) - 1; }
+
+  // Adds a chunk in pieces short enough for the sums of one chunk.
+  void add(Chunk chunk, int max_code) {
+    const int length = std::max(1, kChunkCodes / max_code);
+    for (int left = chunk.quads; left > 0; left -= length) {
+      chunk.quads = std::min(length, left);
+      chunks[count++] = chunk;
+      chunk.base += std::ptrdiff_t{length} * chunk.quad_bytes;
+      chunk.quad += length * chunk.x_words / 2;
+    }
+  }
+
+  // A group of a plane holds Q quads of x side by side: one chunk for each of them.
+  void add_plane(const CodePlane& plane, int begin, int end, int tile, int tiles) {
+    const int first = plane.first / kQuad;
+    const int block = block_tiles(plane.bits, tiles);
+    const int per_group = quads_per_group(plane.bits, block);
+    const auto* base =
+        reinterpret_cast<const std::uint8_t*>(plane.plane) + block_offset(plane.bits, a.rows, plane.depth, tile);
+    begin = std::max(begin, first);
+    end = std::min(end, first + quads(plane.depth));
+    for (int quad = begin; quad < std::min(end, begin + per_group); ++quad) {
+      const int group = (quad - first) / per_group;
+      const int position = (quad - first) % per_group * block;
+      const int max_code = (1 << plane.bits) - 1;
+      add({base + std::ptrdiff_t{group} * kGroupBytes, kGroupBytes, 2 * per_group,
+           groups(plane.bits, block, plane.depth) * kGroupBytes, block, plane.bits, position * plane.bits,
+           max_code * 0x01010101, quad, (end - quad + per_group - 1) / per_group, plane.shift,
+           std::ptrdiff_t{groups(plane.bits, block, plane.depth)} * kGroupBytes * (4 / block)},
+          max_code);
+    }
+  }
+
+  // Joined bytes of quads [begin, end), whose codes are at most max_code.
+  void add_bytes(const std::uint8_t* codes, int begin, int end, int tiles, int max_code) {
+    const int quad_bytes = tiles * kGroupBytes;
+    Chunk chunk{
+        codes + std::ptrdiff_t{begin} * quad_bytes, quad_bytes, 2, kGroupBytes, 1, 0, 0, 0, begin, end - begin, 0, 0};
+    if (max_code <= kChunkCodes) return add(chunk, max_code);
+    chunk.mask = 0x0F0F0F0F;  // 8-bit codes do not fit the 16-bit sums of pmaddubsw: half by half
+    add(chunk, 15);
+    chunk.count = chunk.shift = 4;
+    add(chunk, 15);
+  }
+
+  // From a row block of 4 row tiles to the next one.
+  void advance() {
+    for (int i = 0; i < count; ++i) chunks[i].base += chunks[i].next_block;
+  }
+
+  // All chunks of quads [begin, end) for the row block at tile `tile`.
+  void cut(int begin, int end, int tile, int tiles, const std::uint8_t* codes) {
+    count = 0;
     int cuts[2 * kMaxPlanes];
+    int cut_count = 0;
     for (int i = 0; i < a.count; ++i) {
-      cuts[2 * i] = cover.first(i);
-      cuts[2 * i + 1] = cover.end(i);
-    }
-    std::sort(cuts, cuts + 2 * a.count);
-    for (int i = 0; i + 1 < 2 * a.count; ++i) {
-      if (cuts[i] < cuts[i + 1]) add_run(cuts[i], cuts[i + 1]);
-    }
-  }
-
-  void add_run(int first, int end) {
-    Run run{first, end, -1, 0};
-    for (int i = 0; i < a.count; ++i) {
-      const CodePlane& plane = a.planes[i];
-      if (!cover.touches(i, first, end)) continue;
-      run.max_code += ((1 << plane.bits) - 1) << plane.shift;
-      if (reads_directly(i)) run.plane = i;
-    }
-    if (run.max_code == 0) return;
-    if (run.plane >= 0) direct |= std::uint64_t{1} << run.plane;
-    runs[run_count++] = run;
-  }
-
-  // A group of the plane is one quad of a full row block, and no other plane is there.
-  bool reads_directly(int i) const {
-    return a.planes[i].bits >= 2 && row_tiles(a.rows) % (8 / a.planes[i].bits) == 0 && cover.regular &&
-           cover.is_alone(i);
-  }
-
-  // Chunks of quads [begin, end) for the row block at tile `tile`; returns their number.
-  int cut(int begin, int end, int tile, int tiles, const std::uint8_t* codes) {
-    int count = 0;
-    for (int r = 0; r < run_count; ++r) {
-      const Run& run = runs[r];
-      const int stop = std::min(run.end, end);
-      Chunk chunk{codes, tiles * kGroupBytes, kGroupBytes, 1, 0, 0, 0, std::max(run.first, begin), 0, 0};
-      int max_code = run.max_code;
-      const std::uint8_t* data = codes + chunk.quad * chunk.quad_bytes;
-      if (run.plane >= 0) {
-        const CodePlane& plane = a.planes[run.plane];
-        const auto bytes = static_cast<std::size_t>(quads(plane.depth)) * kGroupBytes;
-        max_code = (1 << plane.bits) - 1;
-        chunk = {nullptr,    kGroupBytes, static_cast<int>(bytes), 8 / plane.bits,
-                 plane.bits, 0,           max_code * 0x01010101,   chunk.quad,
-                 0,          plane.shift};
-        data = reinterpret_cast<const std::uint8_t*>(plane.plane) + tile / chunk.tiles * bytes +
-               (chunk.quad - run.first) * kGroupBytes;
-      }
-      // 8-bit codes do not fit the 16-bit sums of pmaddubsw: their halves are chunks of their own.
-      const bool halves = max_code > kChunkCodes;
-      const int length = std::max(1, kChunkCodes / (halves ? 15 : max_code));
-      for (; chunk.quad < stop; chunk.quad += chunk.quads) {
-        chunk.quads = std::min(length, stop - chunk.quad);
-        chunk.base = data;
-        data += chunk.quads * chunk.quad_bytes;
-        if (halves) chunk.mask = 0x0F0F0F0F;
-        chunks[count++] = chunk;
-        if (!halves) continue;
-        chunks[count] = chunk;
-        chunks[count].count = 4;
-        chunks[count++].shift = 4;
+      if ((direct >> i & 1) != 0) {
+        add_plane(a.planes[i], begin, end, tile, tiles);
+      } else {
+        cuts[cut_count++] = std::clamp(cover.first(i), begin, end);
+        cuts[cut_count++] = std::clamp(cover.end(i), begin, end);
       }
     }
-    return count;
+    std::sort(cuts, cuts + cut_count);
+    for (int c = 0; c + 1 < cut_count; ++c) {
+      if (cuts[c] == cuts[c + 1]) continue;
+      int max_code = 0;
+      for (int i = 0; i < a.count; ++i) {
+        if ((direct >> i & 1) != 0 || !cover.touches(i, cuts[c], cuts[c + 1])) continue;
+        max_code += ((1 << a.planes[i].bits) - 1) << a.planes[i].shift;
+      }
+      if (max_code > 0) add_bytes(codes, cuts[c], cuts[c + 1], tiles, max_code);
+    }
   }
 };
 
@@ -277,12 +288,17 @@ void MultiplyCodes(const CodeProduct& a) {
   const std::size_t share = base::round_up(a.ahead.bytes / std::max<std::size_t>(calls, 1), std::size_t{kGroupBytes});
   const std::byte* ahead = a.ahead.data;
   for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
+    const int previous = tiles;
     tiles = block_tiles(1, row_tiles(a.rows) - tile);
-    UnpackTiles(program.cover, program.direct, tile, tiles, codes);
+    if (program.joins()) UnpackTiles(program.cover, program.direct, tile, tiles, codes);
     for (int quad = 0; quad < quads(a.x_depth); quad += kSumQuads) {
-      const int count = program.cut(quad, std::min(quad + kSumQuads, quads(a.x_depth)), tile, tiles, codes);
+      if (previous == 4 && tiles == 4 && quads(a.x_depth) <= kSumQuads) {
+        program.advance();
+      } else {
+        program.cut(quad, std::min(quad + kSumQuads, quads(a.x_depth)), tile, tiles, codes);
+      }
       const DotArgs dot{program.chunks,
-                        program.chunks + count,
+                        program.chunks + program.count,
                         0,
                         0,
                         a.x,

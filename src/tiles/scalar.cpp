@@ -30,12 +30,16 @@ void pack_x(const PackArgs& a) {
     a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
     const float inverse = 1.0F / a.scale[n];
     float error = 0;
+    for (int d = 0; d < a.depth && a.min != nullptr; ++d) {
+      const int channel = a.index != nullptr ? a.index[d] : d;
+      error += v[channel] * a.min[channel];
+    }
     for (int d = 0; d < a.depth && finite; ++d) {
       const float rounded = std::nearbyint(a.scratch[d] * inverse);
       out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
-      error += a.mid != nullptr ? a.mid[d] * (a.scratch[d] - rounded * a.scale[n]) : 0.0F;
+      error += a.mid[d] * (a.scratch[d] - rounded * a.scale[n]);
     }
-    a.bias[n] += error;
+    a.bias[n] = !finite ? a.scale[n] : (a.min != nullptr ? error : a.bias[n] + error);
   }
 }
 
