@@ -20,7 +20,8 @@ std::vector<Named> named_recipes(const Options& options) {
   if (!options.recipes.empty()) return recipes;
   for (const int bits : {2, 3, 4, 8}) {
     Recipe recipe = parse_recipe("kivi:window=0,sink=0");
-    recipe.key_bits = recipe.value_bits = bits;
+    recipe.key = KiviKeys{bits};
+    recipe.value = KiviValues{bits};
     recipes.emplace_back("kivi-" + std::to_string(bits), recipe);
   }
   recipes.emplace_back("kitty-25%", parse_recipe("kitty:boost=0.25,v=2,window=0,sink=0"));

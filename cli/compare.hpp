@@ -64,6 +64,17 @@ struct CompareContext {
 Outcome run_row(const CompareContext& context, const RowSpec& spec, const Tool& tool,
                 const std::vector<std::string>& arguments, Json* status);
 
+// The saved logits of stock f16, which every other row is measured against.
+struct QualityBase {
+  Tool tool;
+  std::string logits;  // path
+  double ppl = 0;
+  int chunks = 0;  // that the text had
+};
+QualityBase save_base(const CompareContext& context);
+// Runs the row over `chunks` chunks; also sets its status and memory.
+Quality measure_row(const CompareContext& context, const QualityBase& base, int chunks, CompareRow& row);
+
 // Perplexity and KL divergence of every row against the first (stock f16); also the memory where speed is not measured.
 // Returns how many chunks the text had.
 int measure_quality(const CompareContext& context, std::vector<CompareRow>& rows);

@@ -101,16 +101,25 @@ void average_bits(Estimate& estimate) {
 
 }  // namespace
 
-Estimate estimate_recipe(const ModelShape& model, const Recipe& recipe, std::int64_t context, std::int64_t ubatch) {
+Estimate estimate_recipe(const ModelShape& model, const LayerRecipes& recipes, std::int64_t context,
+                         std::int64_t ubatch) {
   Estimate estimate;
-  std::vector<LayerShape> shapes;  // each once
-  for (const LayerShape& layer : model.layers) {
-    if (std::find(shapes.begin(), shapes.end(), layer) == shapes.end()) shapes.push_back(layer);
+  std::vector<std::pair<LayerShape, Recipe>> kinds;  // of layers, each once
+  std::vector<std::int64_t> counts;
+  for (std::size_t i = 0; i < model.layers.size(); ++i) {
+    std::pair<LayerShape, Recipe> kind(model.layers[i], recipes.at(static_cast<int>(i)));
+    const auto found = std::find(kinds.begin(), kinds.end(), kind);
+    if (found == kinds.end()) {
+      kinds.push_back(std::move(kind));
+      counts.push_back(1);
+    } else {
+      ++counts[static_cast<std::size_t>(found - kinds.begin())];
+    }
   }
-  for (const LayerShape& layer : shapes) {
+  for (std::size_t i = 0; i < kinds.size(); ++i) {
+    const auto& [layer, recipe] = kinds[i];
     const std::int64_t cells = layer_cells(layer, context, ubatch);
-    const std::int64_t layers = std::count(model.layers.begin(), model.layers.end(), layer);
-    add_layers(layer, layers, recipe, cells, std::min(context, cells), ubatch, estimate);
+    add_layers(layer, counts[i], recipe, cells, std::min(context, cells), ubatch, estimate);
   }
   average_bits(estimate);
   return estimate;

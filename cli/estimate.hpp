@@ -24,7 +24,8 @@ struct Estimate {
 };
 
 // One sequence of `context` tokens, read in micro-batches of `ubatch`, under a recipe of kvant.
-Estimate estimate_recipe(const ModelShape& model, const Recipe& recipe, std::int64_t context, std::int64_t ubatch);
+Estimate estimate_recipe(const ModelShape& model, const LayerRecipes& recipes, std::int64_t context,
+                         std::int64_t ubatch);
 
 // The host's own cache, which is allocated in full at start.
 Estimate estimate_stock(const ModelShape& model, std::string_view key_type, std::string_view value_type,

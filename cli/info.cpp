@@ -72,7 +72,7 @@ std::vector<CostRow> cost_rows(const InfoOptions& options, const ModelShape& mod
                                std::uint64_t available) {
   std::vector<CostRow> rows;
   rows.push_back({"stock:f16", estimate_stock(model, "f16", "f16", context, options.ubatch), true});
-  for (const Recipe& recipe : parse_recipe_lists(options.recipes)) {
+  for (const LayerRecipes& recipe : parse_recipe_lists(options.recipes)) {
     rows.push_back({to_text(recipe), estimate_recipe(model, recipe, context, options.ubatch), true});
   }
   for (CostRow& row : rows) {

@@ -68,6 +68,15 @@ std::uint64_t logits_bytes(const CompareContext& context) {
   return tokens * (context.model.vocabulary + 4) * 2;
 }
 
+// The host prints no statistics of fewer positions, and says nothing about it; it judges the second half of each chunk.
+void check_positions(const CompareOptions& options) {
+  constexpr std::int64_t kLeast = 100;
+  const std::int64_t positions = options.context / 2 * options.chunks;
+  if (positions >= kLeast) return;
+  throw CliError(Exit::usage, fmt::format("-c {} --chunks {} judge {} positions; llama-perplexity needs {} or more",
+                                          options.context, options.chunks, positions, kLeast));
+}
+
 void check_space(const CompareContext& context) {
   const std::uint64_t needed = logits_bytes(context);
   std::error_code error;
@@ -109,30 +118,39 @@ int quality_steps(const CompareOptions& options, std::size_t rows) {
   return static_cast<int>(rows) + (options.no_speed ? 1 : 0);
 }
 
-int measure_quality(const CompareContext& context, std::vector<CompareRow>& rows) {
+QualityBase save_base(const CompareContext& context) {
+  check_positions(context.options);
   check_space(context);
-  const Tool tool = find_tool("llama-perplexity", context.options.tools);
-  const std::string base = (context.scratch / "base.logits").string();
+  QualityBase base{find_tool("llama-perplexity", context.options.tools), (context.scratch / "base.logits").string()};
+  const RowSpec stock = parse_row("stock:f16");
   const Outcome saved =
-      run_row(context, rows[0].spec, tool, arguments_for(context, context.options.chunks, base), nullptr);
-  const std::string base_output = saved.out + saved.err;
-  check_text(context, base_output);
-  rows[0].quality.ppl = parse_final_ppl(base_output);
-  context.progress.done(saved.seconds, fmt::format("PPL {:.3f}, the base", rows[0].quality.ppl));
-  for (std::size_t i = context.options.no_speed ? 0 : 1; i < rows.size(); ++i) {
-    CompareRow& row = rows[i];
-    std::vector<std::string> arguments = arguments_for(context, i == 0 ? 1 : context.options.chunks, base);
-    arguments.emplace_back("--kl-divergence");
-    const Outcome outcome = run_row(context, row.spec, tool, arguments, &row.status);
-    row.rss_bytes = outcome.peak_rss_bytes;
-    if (i > 0) {
-      row.quality = parse_kl_statistics(outcome.out);
-      // The saved logits are rounded; this is the base's perplexity as the other rows saw it.
-      rows[0].quality.ppl = parse_base_ppl(outcome.out);
-    }
-    context.progress.done(outcome.seconds, i == 0 ? "memory of the base" : summary(row.quality));
+      run_row(context, stock, base.tool, arguments_for(context, context.options.chunks, base.logits), nullptr);
+  const std::string output = saved.out + saved.err;
+  check_text(context, output);
+  base.ppl = parse_final_ppl(output);
+  base.chunks = static_cast<int>(find_number(output, "calculating perplexity over").value_or(context.options.chunks));
+  context.progress.done(saved.seconds, fmt::format("PPL {:.3f}, the base", base.ppl));
+  return base;
+}
+
+Quality measure_row(const CompareContext& context, const QualityBase& base, int chunks, CompareRow& row) {
+  std::vector<std::string> arguments = arguments_for(context, chunks, base.logits);
+  arguments.emplace_back("--kl-divergence");
+  const Outcome outcome = run_row(context, row.spec, base.tool, arguments, &row.status);
+  row.rss_bytes = outcome.peak_rss_bytes;
+  const Quality quality = parse_kl_statistics(outcome.out);
+  context.progress.done(outcome.seconds, summary(quality));
+  return quality;
+}
+
+int measure_quality(const CompareContext& context, std::vector<CompareRow>& rows) {
+  const QualityBase base = save_base(context);
+  rows[0].quality.ppl = base.ppl;
+  if (context.options.no_speed) measure_row(context, base, 1, rows[0]);  // for the memory alone
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    rows[i].quality = measure_row(context, base, context.options.chunks, rows[i]);
   }
-  return static_cast<int>(find_number(base_output, "calculating perplexity over").value_or(context.options.chunks));
+  return base.chunks;
 }
 
 }  // namespace kvant::cli

@@ -30,8 +30,14 @@ bool is_space(char c) {
   return std::isspace(static_cast<unsigned char>(c)) != 0;
 }
 
-// True when `rest`, the text behind a comma, starts with "key=".
-bool continues_recipe(std::string_view rest) {
+// True when `rest`, the text behind a comma, goes on with `recipe`: an option, or a rule of "layers=".
+bool continues_recipe(std::string_view recipe, std::string_view rest) {
+  const bool layers = recipe.starts_with("layers=");
+  if (layers && (rest.starts_with("*:") || (!rest.empty() && std::isdigit(static_cast<unsigned char>(rest[0])) != 0))) {
+    return true;
+  }
+  const bool has_options = recipe.find(':') != std::string_view::npos || recipe.find('=') != std::string_view::npos;
+  if (!has_options) return false;
   std::size_t i = 0;
   while (i < rest.size() && (std::isalnum(static_cast<unsigned char>(rest[i])) != 0 || rest[i] == '_')) ++i;
   return i > 0 && i < rest.size() && rest[i] == '=';
@@ -88,7 +94,8 @@ std::vector<std::string> split_recipes(std::string_view list) {
   std::vector<std::string> recipes(1);
   for (std::size_t i = 0; i < list.size(); ++i) {
     const char c = list[i];
-    const bool separates = c == ';' || is_space(c) || (c == ',' && !continues_recipe(list.substr(i + 1)));
+    const bool separates =
+        c == ';' || is_space(c) || (c == ',' && !continues_recipe(recipes.back(), list.substr(i + 1)));
     if (separates) {
       recipes.emplace_back();
     } else {
@@ -104,7 +111,7 @@ RowSpec parse_row(const std::string& text) {
   try {
     RowSpec row;
     row.text = text;
-    row.recipe = parse_recipe(text);
+    row.recipe = parse_layer_recipes(text);
     return row;
   } catch (const Error& error) {
     throw CliError(Exit::usage, error.what());
@@ -124,14 +131,14 @@ std::vector<RowSpec> parse_rows(const std::vector<std::string>& lists) {
   return rows;
 }
 
-std::vector<Recipe> parse_recipe_lists(const std::vector<std::string>& lists) {
-  std::vector<Recipe> recipes;
+std::vector<LayerRecipes> parse_recipe_lists(const std::vector<std::string>& lists) {
+  std::vector<LayerRecipes> recipes;
   for (const std::string& text : split_all(lists)) {
     RowSpec row = parse_row(text);
     if (row.recipe) recipes.push_back(*std::move(row.recipe));
   }
   if (recipes.empty()) {
-    for (const MethodInfo& method : methods()) recipes.push_back(parse_recipe(method.default_recipe));
+    for (const MethodInfo& method : methods()) recipes.push_back(parse_layer_recipes(method.default_recipe));
   }
   return recipes;
 }

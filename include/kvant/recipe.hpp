@@ -1,48 +1,101 @@
-// A recipe: the method and its parameters as one plain struct with one text form, used by C++, the command line, the
+// A recipe: how keys and values are stored, as one plain struct with one text form, used by C++, the command line, the
 // environment (KVANT_RECIPE) and files.
 //
 //   f16                                        the control: nothing is quantized
-//   kivi:k=4,v=4,sink=0,window=128             KIVI, keys per channel and values per token (docs: src/methods/kivi)
-//   kitty:boost=0.25,v=2,sink=32,window=128    Kitty, boosted key channels (docs: src/methods/kitty)
+//   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
+//   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
+//   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
+//   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
 
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 namespace kvant {
 
+// ---- keys, one struct per method; `method` is its name in texts
+
+struct F16Keys {
+  static constexpr std::string_view method = "f16";
+  bool operator==(const F16Keys&) const = default;
+};
+struct KiviKeys {
+  static constexpr std::string_view method = "kivi";
+  int bits = 4;  // per code, 1..8
+  bool operator==(const KiviKeys&) const = default;
+};
+struct KittyKeys {
+  static constexpr std::string_view method = "kitty";
+  double boost = 0.25;  // share of the channels stored with 4 bits instead of 2, 0..1
+  bool operator==(const KittyKeys&) const = default;
+};
+using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys>;
+
+// ---- values
+
+struct F16Values {
+  static constexpr std::string_view method = "f16";
+  bool operator==(const F16Values&) const = default;
+};
+struct KiviValues {
+  static constexpr std::string_view method = "kivi";
+  int bits = 4;  // per code, 1..8
+  bool operator==(const KiviValues&) const = default;
+};
+using ValueRecipe = std::variant<F16Values, KiviValues>;
+
 struct Recipe {
-  std::string method = "kivi";
-  int key_bits = 4;    // bits per key code (kivi); kitty's keys are always 2, or 4 where boosted
-  int value_bits = 4;  // bits per value code
-  double boost = 0.0;  // share of key channels stored with 4 bits (kitty), 0..1
-  int sink = 0;        // first tokens of a sequence that are never quantized, 0..page
-  int window = 128;    // a page is sealed once this many newer tokens exist, 0..65536
-  int page = 128;      // tokens in a page: 32, 64, 128 or 256
-  int x_bits = 16;     // precision of the queries and softmax weights in integer products: 8 or 16
+  KeyRecipe key = KiviKeys();
+  ValueRecipe value = KiviValues();
+  int sink = 0;      // first tokens of a sequence that are never quantized, 0..page
+  int window = 128;  // a page is sealed once this many newer tokens exist, 0..65536
+  int page = 128;    // tokens in a page: 32, 64, 128 or 256
+  int x_bits = 16;   // precision of the queries and softmax weights in integer products: 8 or 16
 
   bool operator==(const Recipe&) const = default;
 
-  // True when pages are ever sealed (every method but f16).
-  bool quantizes() const { return method != "f16"; }
+  // True when pages are ever sealed (everything but f16).
+  bool quantizes() const { return !std::holds_alternative<F16Keys>(key); }
 };
 
-// Parses "method" or "method:key=value,...". Throws Error(invalid_argument) naming the bad key or value and the
-// choices.
+// Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe: every key of its method, in a fixed order. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe: every option, in a fixed order. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
-// Throws Error(invalid_argument) when a field is outside its range; called by everything that takes a Recipe.
+// Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
+// quantizing side); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
+
+// A recipe per layer: the first rule whose range holds the layer counts.
+struct LayerRecipes {
+  struct Rule {
+    int first = 0;
+    int last = 0;  // inclusive; the rule "*" has 0..INT_MAX
+    Recipe recipe;
+    bool operator==(const Rule&) const = default;
+  };
+  std::vector<Rule> rules;
+
+  bool operator==(const LayerRecipes&) const = default;
+  // Throws Error(out_of_range) when no rule holds the layer, which cannot happen after parsing.
+  const Recipe& at(int layer) const;
+};
+
+// Parses "layers=RANGE:RECIPE,...", where RANGE is N, N-M or *, and the last one is *; any recipe alone means *.
+LayerRecipes parse_layer_recipes(std::string_view text);
+std::string to_text(const LayerRecipes& recipes);
 
 struct MethodInfo {
   std::string name;
   std::string summary;            // one line for `kvant info`
   std::string default_recipe;     // its canonical text with default parameters
   std::vector<std::string> keys;  // keys that its text form accepts
+  bool has_keys = false;          // may stand in k=...
+  bool has_values = false;        // may stand in v=...
 };
 
 // Every method of this build, in the order of documentation.

@@ -27,6 +27,10 @@ CacheTensor describe(const abi::Tensor& t) {
 
 }  // namespace
 
+bool is_cache_name(const char* name) {
+  return std::strncmp(name, kCachePrefix, std::strlen(kCachePrefix)) == 0;
+}
+
 bool parse_cache_name(const char* name, int* layer, Side* side) {
   char letter = 0;
   int used = 0;
@@ -43,7 +47,7 @@ CacheBuffer::~CacheBuffer() {
 }
 
 void CacheBuffer::add(const abi::Tensor& t) {
-  if (t.view_src != nullptr || std::strncmp(t.name, kCachePrefix, std::strlen(kCachePrefix)) != 0) return;
+  if (t.view_src != nullptr || !is_cache_name(t.name)) return;
   if (by_address_.contains(t.data) || plain_.contains(t.data)) return;
   Ledger::instance().open(this);
   int index = 0;
@@ -66,7 +70,7 @@ CacheRef CacheBuffer::find(const abi::Tensor* t) {
 void CacheBuffer::learn(Layer& layer, const Heads& heads) {
   if (layer.mode() != Mode::pending) return;
   try {
-    layer.pack(config().recipe, heads, pool_);
+    layer.pack(config().recipes.at(layer.index()), heads, pool_);
     account(layer);
   } catch (const std::exception& error) {
     pass_through(layer, error.what());

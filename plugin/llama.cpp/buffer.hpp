@@ -99,6 +99,8 @@ bool is_ours(const abi::BufferType* type);
 CacheRef cache_ref(const abi::Tensor* t);
 // True if t lies, or is planned to lie, in this device's buffers.
 bool lives_here(const abi::Tensor* t);
+// True for everything that hosts keep between graphs: "cache_" and what kind of state it is.
+bool is_cache_name(const char* name);
 // True if the name is one of a K or V cache tensor.
 bool parse_cache_name(const char* name, int* layer, Side* side);
 

@@ -25,9 +25,9 @@ std::int32_t parse_device_type(const std::string& text) {
   throw std::runtime_error("KVANT_DEVICE_TYPE is '" + text + "'; choices are igpu, gpu and accel");
 }
 
-Recipe parse_recipe_variable(const std::string& text) {
+LayerRecipes parse_recipe_variable(const std::string& text) {
   try {
-    return parse_recipe(text);
+    return parse_layer_recipes(text);
   } catch (const std::exception& error) {
     throw std::runtime_error("KVANT_RECIPE is '" + text + "': " + error.what());
   }
@@ -38,8 +38,8 @@ Recipe parse_recipe_variable(const std::string& text) {
 const Config& load_config() {
   if (loaded) return *loaded;
   auto read = std::make_unique<Config>();
-  read->recipe = parse_recipe_variable(environment("KVANT_RECIPE", "kivi"));
-  read->recipe_text = to_text(read->recipe);
+  read->recipes = parse_recipe_variable(environment("KVANT_RECIPE", "kivi"));
+  read->recipe_text = to_text(read->recipes);
   read->status = environment("KVANT_STATUS", "");
   read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));
   // Also reports a bad KVANT_KERNEL here instead of in the middle of a computation.

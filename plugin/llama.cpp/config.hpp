@@ -9,7 +9,7 @@
 namespace kvant::llama {
 
 struct Config {
-  Recipe recipe;
+  LayerRecipes recipes;
   std::string recipe_text;        // canonical
   std::string status;             // empty: none; "stderr"; or the path of a file
   std::int32_t device_type = -1;  // an abi::DeviceType

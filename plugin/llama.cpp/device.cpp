@@ -150,8 +150,16 @@ void notice_transposed(const abi::Tensor& op) {
   target.buffer->pass_through(*target.layer, "values are stored transposed because flash attention is off (-fa off)");
 }
 
+// While loading, the host shows each weight in an empty buffer of ours to learn whether it may live here. It may not: a
+// weight in our memory would be a copy of what is mapped from the file. (Caches are shown in empty buffers as well,
+// when the host only estimates memory.)
+bool is_offered_weight(const abi::Tensor* t) {
+  const abi::Tensor* root = abi::root_of(t);
+  return root->buffer->size == 0 && !is_cache_name(root->name);
+}
+
 bool touches_us(const abi::Tensor& op) {
-  const auto ours = [](const abi::Tensor* t) { return t != nullptr && lives_here(t); };
+  const auto ours = [](const abi::Tensor* t) { return t != nullptr && lives_here(t) && !is_offered_weight(t); };
   return ours(&op) || std::any_of(std::begin(op.src), std::end(op.src), ours);
 }
 

@@ -232,6 +232,7 @@ LayerReport Layer::report() const {
     r.counts.reopens += c.reopens;
   }
   const PageStore& any = stores_.front();
+  r.recipe = to_text(any.recipe());
   r.asymptotic_bits = any.recipe().quantizes() ? any.layout().bits_per_value : 8.0 * size_of(any.shape().dtype);
   return r;
 }

@@ -16,6 +16,7 @@ namespace kvant::llama {
 
 struct LayerReport {
   std::string name;
+  std::string recipe;
   int kv_heads = 0;
   int key_dim = 0;
   int value_dim = 0;

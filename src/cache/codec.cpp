@@ -56,9 +56,9 @@ void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout
   const TileRows rows = load_keys(shape, RowsLayout(shape, recipe.page), open, head, skip);
   const int count = static_cast<int>(rows.kept.size());
   if (tile.index_count > 0) {
-    catalog::find(recipe.method)
-        .choose_keys(rows.data.data(), rows.stride, count, tile.depth, tile.index_count,
-                     reinterpret_cast<std::uint16_t*>(head_block + tile.index_offset));
+    catalog::side_of(recipe.key)
+        .choose(rows.data.data(), rows.stride, count, tile.depth, tile.index_count,
+                reinterpret_cast<std::uint16_t*>(head_block + tile.index_offset));
   }
   std::vector<int> widths;
   tile_widths(tile, tile_index(tile, head_block), widths);

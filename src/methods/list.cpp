@@ -1,6 +1,6 @@
-// The list of methods and what their recipes have in common.
+// The list of methods and what their text forms share.
+#include <algorithm>
 #include <charconv>
-#include <cstdio>
 
 #include "base/checked.hpp"
 #include "methods/f16/f16.hpp"
@@ -9,15 +9,6 @@
 #include "methods/method.hpp"
 
 namespace kvant::catalog {
-namespace {
-
-[[noreturn]] void bad_value(std::string_view key, std::string_view value, const std::string& allowed) {
-  base::fail(ErrorCode::invalid_argument,
-             "recipe key '" + std::string(key) + "' is '" + std::string(value) + "'; allowed: " + allowed);
-}
-
-}  // namespace
-
 const std::vector<Method>& list() {
   static const std::vector<Method> methods = {f16(), kivi(), kitty()};
   return methods;
@@ -26,8 +17,8 @@ const std::vector<Method>& list() {
 const Method& find(std::string_view name) {
   std::string choices;
   for (const Method& method : list()) {
-    if (method.info.name == name) return method;
-    choices += (choices.empty() ? "" : ", ") + method.info.name;
+    if (method.name == name) return method;
+    choices += (choices.empty() ? "" : ", ") + method.name;
   }
   base::fail(ErrorCode::invalid_argument, "recipe method '" + std::string(name) + "' is unknown; choices: " + choices);
 }
@@ -56,15 +47,27 @@ TileSpec make_tile(std::vector<PlaneSpec> planes, int rows, int depth) {
 }  // namespace
 
 TileSpec key_tile(const Recipe& recipe, int channels) {
-  const Method& method = find(recipe.method);
-  if (method.key_planes == nullptr) return {};
-  return make_tile(method.key_planes(recipe, channels), recipe.page, channels);
+  const KeySide& side = side_of(recipe.key);
+  if (side.planes == nullptr) return {};
+  return make_tile(side.planes(recipe.key, channels), recipe.page, channels);
 }
 
 TileSpec value_tile(const Recipe& recipe, int channels) {
-  const Method& method = find(recipe.method);
-  if (method.value_planes == nullptr) return {};
-  return make_tile(method.value_planes(recipe, recipe.page), channels, recipe.page);
+  const ValueSide& side = side_of(recipe.value);
+  if (side.planes == nullptr) return {};
+  return make_tile(side.planes(recipe.value, recipe.page), channels, recipe.page);
+}
+
+const KeySide& side_of(const KeyRecipe& keys) {
+  return *find(std::visit([](const auto& options) { return options.method; }, keys)).keys;
+}
+const ValueSide& side_of(const ValueRecipe& values) {
+  return *find(std::visit([](const auto& options) { return options.method; }, values)).values;
+}
+
+void bad_value(std::string_view key, std::string_view value, const std::string& allowed) {
+  base::fail(ErrorCode::invalid_argument,
+             "recipe key '" + std::string(key) + "' is '" + std::string(value) + "'; allowed: " + allowed);
 }
 
 int read_int(std::string_view key, std::string_view value, int low, int high) {
@@ -76,11 +79,11 @@ int read_int(std::string_view key, std::string_view value, int low, int high) {
   return number;
 }
 
-double read_share(std::string_view key, std::string_view value) {
+double read_number(std::string_view key, std::string_view value, double low, double high) {
   double number = 0;
   const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-  if (error != std::errc() || end != value.data() + value.size() || !(number >= 0 && number <= 1)) {
-    bad_value(key, value, "a number from 0 to 1");
+  if (error != std::errc() || end != value.data() + value.size() || !(number >= low && number <= high)) {
+    bad_value(key, value, "a number from " + number_text(low) + " to " + number_text(high));
   }
   return number;
 }
@@ -94,35 +97,16 @@ void check_choice(const char* key, int value, std::initializer_list<int> choices
   bad_value(key, std::to_string(value), text);
 }
 
-bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
-  if (key == "sink") {
-    recipe.sink = read_int(key, value, 0, 256);
-  } else if (key == "window") {
-    recipe.window = read_int(key, value, 0, 65536);
-  } else if (key == "page") {
-    recipe.page = read_int(key, value, 32, 256);
-  } else if (key == "x") {
-    recipe.x_bits = read_int(key, value, 8, 16);
-  } else {
-    return false;
+void check_number(const char* key, double value, double low, double high) {
+  if (!(value >= low && value <= high)) {
+    bad_value(key, number_text(value), number_text(low) + " to " + number_text(high));
   }
-  return true;
 }
 
-std::string common_text(const Recipe& recipe) {
-  return "sink=" + std::to_string(recipe.sink) + ",window=" + std::to_string(recipe.window) +
-         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits);
-}
-
-void validate_common(const Recipe& recipe) {
-  check_choice("page", recipe.page, {32, 64, 128, 256});
-  check_choice("x", recipe.x_bits, {8, 16});
-  if (recipe.sink < 0 || recipe.sink > recipe.page) {
-    bad_value("sink", std::to_string(recipe.sink), "0 to page (" + std::to_string(recipe.page) + ")");
-  }
-  if (recipe.window < 0 || recipe.window > 65536) {
-    bad_value("window", std::to_string(recipe.window), "0 to 65536");
-  }
+std::string number_text(double value) {
+  char text[32];
+  const auto [end, error] = std::to_chars(text, text + sizeof text, value);
+  return error == std::errc() ? std::string(text, end) : std::string();
 }
 
 }  // namespace kvant::catalog

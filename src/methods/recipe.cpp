@@ -1,5 +1,8 @@
-// The text form of recipes.
+// The text form of one recipe.
 #include "kvant/recipe.hpp"
+
+#include <algorithm>
+#include <utility>
 
 #include "base/checked.hpp"
 #include "methods/method.hpp"
@@ -7,61 +10,206 @@
 namespace kvant {
 namespace {
 
-[[noreturn]] void bad_key(const catalog::Method& method, std::string_view key) {
-  std::string choices;
-  for (const std::string& name : method.info.keys) choices += (choices.empty() ? "" : ", ") + name;
-  base::fail(ErrorCode::invalid_argument, "recipe key '" + std::string(key) + "' does not exist in method '" +
-                                              method.info.name + "'; choices: " + (choices.empty() ? "none" : choices));
+using catalog::bad_value;
+using Option = std::pair<std::string_view, std::string_view>;
+
+const std::vector<std::string> kCommon = {"sink", "window", "page", "x"};
+
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
 }
 
-void set_pair(const catalog::Method& method, Recipe& recipe, std::string_view pair, std::vector<std::string>& seen) {
-  const std::size_t equals = pair.find('=');
-  const std::string_view key = pair.substr(0, equals);
-  if (equals == std::string_view::npos) {
-    base::fail(ErrorCode::invalid_argument, "recipe part '" + std::string(pair) + "' is not of the form key=value");
+// "key=value,key=value" as a list; the same key twice is an error.
+std::vector<Option> split_options(std::string_view text) {
+  std::vector<Option> options;
+  while (true) {
+    const std::size_t comma = text.find(',');
+    const std::string_view pair = text.substr(0, comma);
+    const std::size_t equals = pair.find('=');
+    if (equals == std::string_view::npos) {
+      base::fail(ErrorCode::invalid_argument, "recipe part '" + std::string(pair) + "' is not of the form key=value");
+    }
+    const std::string_view key = pair.substr(0, equals);
+    for (const Option& earlier : options) {
+      if (earlier.first != key) continue;
+      base::fail(ErrorCode::invalid_argument, "recipe key '" + std::string(key) + "' is given twice");
+    }
+    options.emplace_back(key, pair.substr(equals + 1));
+    if (comma == std::string_view::npos) return options;
+    text = text.substr(comma + 1);
   }
-  for (const std::string& earlier : seen) {
-    if (earlier == key) base::fail(ErrorCode::invalid_argument, "recipe key '" + earlier + "' is given twice");
+}
+
+std::vector<std::string> keys_of(const Recipe& recipe) {
+  std::vector<std::string> keys = catalog::side_of(recipe.key).options;
+  const std::vector<std::string>& values = catalog::side_of(recipe.value).options;
+  keys.insert(keys.end(), values.begin(), values.end());
+  if (recipe.quantizes()) keys.insert(keys.end(), kCommon.begin(), kCommon.end());
+  return keys;
+}
+
+bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
+  if (!recipe.quantizes()) return false;
+  if (key == "sink") {
+    recipe.sink = catalog::read_int(key, value, 0, 256);
+  } else if (key == "window") {
+    recipe.window = catalog::read_int(key, value, 0, 65536);
+  } else if (key == "page") {
+    recipe.page = catalog::read_int(key, value, 32, 256);
+  } else if (key == "x") {
+    recipe.x_bits = catalog::read_int(key, value, 8, 16);
+  } else {
+    return false;
   }
-  seen.emplace_back(key);
-  if (!method.set(recipe, key, pair.substr(equals + 1))) bad_key(method, key);
+  return true;
+}
+
+void set_options(const std::string& name, Recipe& recipe, const std::vector<Option>& options) {
+  for (const auto& [key, value] : options) {
+    if (catalog::side_of(recipe.key).set(recipe.key, key, value)) continue;
+    if (catalog::side_of(recipe.value).set(recipe.value, key, value)) continue;
+    if (set_common(recipe, key, value)) continue;
+    base::fail(ErrorCode::invalid_argument, "recipe key '" + std::string(key) + "' does not exist in method '" + name +
+                                                "'; choices: " + join(keys_of(recipe)));
+  }
+}
+
+// Which methods may stand on a side.
+template <typename AnySide>
+std::string choices(std::optional<AnySide> catalog::Method::*side) {
+  std::vector<std::string> names;
+  for (const catalog::Method& method : catalog::list()) {
+    if (method.*side) names.push_back(method.name);
+  }
+  return join(names);
+}
+
+// "METHOD" or "METHOD:BITS" behind k= or v=.
+template <typename AnySide, typename Part>
+void read_side(std::string_view key, std::string_view text, std::optional<AnySide> catalog::Method::*member,
+               Part& part) {
+  const std::size_t colon = text.find(':');
+  const std::string_view name = text.substr(0, colon);
+  const std::vector<catalog::Method>& list = catalog::list();
+  const auto method = std::find_if(list.begin(), list.end(), [&](const auto& m) { return m.name == name; });
+  if (method == list.end() || !((*method).*member)) bad_value(key, text, "METHOD or METHOD:BITS of " + choices(member));
+  const AnySide& side = *((*method).*member);
+  part = side.defaults;
+  if (colon == std::string_view::npos) return;
+  if (!side.set(part, key, text.substr(colon + 1))) bad_value(key, text, method->name + " without bits");
+}
+
+// "k=METHOD:BITS,v=METHOD:BITS,option=value,...", in any order.
+Recipe parse_sides(std::string_view text) {
+  std::vector<Option> options = split_options(text);
+  const auto take = [&](std::string_view key) {
+    const auto found = std::find_if(options.begin(), options.end(), [&](const Option& o) { return o.first == key; });
+    if (found == options.end()) {
+      base::fail(ErrorCode::invalid_argument,
+                 "recipe '" + std::string(text) + "' has no " + std::string(key) + "=METHOD; give k= and v=");
+    }
+    const std::string_view value = found->second;
+    options.erase(found);
+    return value;
+  };
+  Recipe recipe;
+  read_side("k", take("k"), &catalog::Method::keys, recipe.key);
+  read_side("v", take("v"), &catalog::Method::values, recipe.value);
+  if (!recipe.quantizes()) recipe.window = 0;
+  validate(recipe);
+  set_options(std::string(text), recipe, options);
+  return recipe;
+}
+
+// The method whose name alone stands for these keys and values; null where only k=,v= says it.
+const catalog::Method* method_of(const Recipe& recipe) {
+  for (const catalog::Method& method : catalog::list()) {
+    if (method.defaults.key.index() == recipe.key.index() && method.defaults.value.index() == recipe.value.index()) {
+      return &method;
+    }
+  }
+  return nullptr;
+}
+
+// ",name=value" for every option but the bits.
+template <typename Part>
+std::string options_text(const Part& part) {
+  const std::string text = catalog::side_of(part).options_text(part);
+  return text.empty() ? text : "," + text;
+}
+
+std::string common_text(const Recipe& recipe) {
+  if (!recipe.quantizes()) return {};
+  return ",sink=" + std::to_string(recipe.sink) + ",window=" + std::to_string(recipe.window) +
+         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits);
+}
+
+template <typename Part>
+std::string bits_text(const char* prefix, const Part& part) {
+  const std::string bits = catalog::side_of(part).bits(part);
+  return bits.empty() ? bits : prefix + bits;
+}
+
+template <typename Part>
+std::string side_text(const char* key, const Part& part) {
+  return key + std::string(std::visit([](const auto& p) { return p.method; }, part)) + bits_text(":", part);
 }
 
 }  // namespace
 
 Recipe parse_recipe(std::string_view text) {
+  if (text.starts_with("k=") || text.starts_with("v=")) {
+    Recipe recipe = parse_sides(text);
+    validate(recipe);
+    return recipe;
+  }
   const std::size_t colon = text.find(':');
   const catalog::Method& method = catalog::find(text.substr(0, colon));
-  Recipe recipe = method.defaults();
+  Recipe recipe = method.defaults;
   if (colon == std::string_view::npos) return recipe;
-  std::string_view rest = text.substr(colon + 1);
-  std::vector<std::string> seen;
-  while (true) {
-    const std::size_t comma = rest.find(',');
-    set_pair(method, recipe, rest.substr(0, comma), seen);
-    if (comma == std::string_view::npos) break;
-    rest = rest.substr(comma + 1);
-  }
-  method.validate(recipe);
+  set_options(method.name, recipe, split_options(text.substr(colon + 1)));
+  validate(recipe);
   return recipe;
 }
 
 std::string to_text(const Recipe& recipe) {
   validate(recipe);
-  const std::string parameters = catalog::find(recipe.method).text(recipe);
-  return parameters.empty() ? recipe.method : recipe.method + ":" + parameters;
+  const catalog::Method* method = method_of(recipe);
+  if (method == nullptr) {
+    return side_text("k=", recipe.key) + side_text(",v=", recipe.value) + options_text(recipe.key) +
+           options_text(recipe.value) + common_text(recipe);
+  }
+  const std::string options = bits_text(",k=", recipe.key) + options_text(recipe.key) + bits_text(",v=", recipe.value) +
+                              options_text(recipe.value) + common_text(recipe);
+  return options.empty() ? method->name : method->name + ":" + options.substr(1);
 }
 
 void validate(const Recipe& recipe) {
-  catalog::find(recipe.method).validate(recipe);
+  catalog::side_of(recipe.key).validate(recipe.key);
+  catalog::side_of(recipe.value).validate(recipe.value);
+  if (std::holds_alternative<F16Keys>(recipe.key) != std::holds_alternative<F16Values>(recipe.value)) {
+    base::fail(ErrorCode::invalid_argument, "recipe has f16 on one side only; allowed: keys and values, or neither");
+  }
+  if (!recipe.quantizes() && recipe != Recipe{F16Keys(), F16Values(), 0, 0, 128, 16}) {
+    base::fail(ErrorCode::invalid_argument,
+               "recipe f16 has other fields; it never seals a page: leave sink 0, window 0, page 128, x 16");
+  }
+  catalog::check_choice("page", recipe.page, {32, 64, 128, 256});
+  catalog::check_choice("x", recipe.x_bits, {8, 16});
+  if (recipe.sink < 0 || recipe.sink > recipe.page) {
+    bad_value("sink", std::to_string(recipe.sink), "0 to page (" + std::to_string(recipe.page) + ")");
+  }
+  if (recipe.window < 0 || recipe.window > 65536) bad_value("window", std::to_string(recipe.window), "0 to 65536");
 }
 
 const std::vector<MethodInfo>& methods() {
   static const std::vector<MethodInfo> infos = [] {
     std::vector<MethodInfo> result;
     for (const catalog::Method& method : catalog::list()) {
-      result.push_back(method.info);
-      result.back().default_recipe = to_text(method.defaults());
+      result.push_back({method.name, method.summary, to_text(method.defaults), keys_of(method.defaults),
+                        method.keys.has_value(), method.values.has_value()});
     }
     return result;
   }();

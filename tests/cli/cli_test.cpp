@@ -11,6 +11,7 @@
 #include "cli/model.hpp"
 #include "cli/recipes.hpp"
 #include "cli/table.hpp"
+#include "cli/tune.hpp"
 
 namespace kvant::cli {
 namespace {
@@ -92,6 +93,9 @@ TEST(Recipes, CommaRule) {
   EXPECT_EQ(split_recipes("kivi:k=2,v=2,window=0;kitty"), (List{"kivi:k=2,v=2,window=0", "kitty"}));
   EXPECT_EQ(split_recipes("  kitty \n kivi , f16 ,"), (List{"kitty", "kivi", "f16"}));
   EXPECT_EQ(split_recipes("stock:q8_0/q4_0,kivi"), (List{"stock:q8_0/q4_0", "kivi"}));
+  EXPECT_EQ(split_recipes("f16,k=kitty,v=kivi:4,sink=4"), (List{"f16", "k=kitty,v=kivi:4,sink=4"}));
+  EXPECT_EQ(split_recipes("layers=0-1:kivi:k=8,v=8,3:f16,*:kitty,stock:q8_0"),
+            (List{"layers=0-1:kivi:k=8,v=8,3:f16,*:kitty", "stock:q8_0"}));
   EXPECT_EQ(split_recipes(""), List{});
 }
 
@@ -99,7 +103,7 @@ TEST(Recipes, RowsBeginWithTheBaseAndAreUnique) {
   const std::vector<RowSpec> rows = parse_rows({"kivi,stock:f16,kivi", "stock:q8_0/q4_0"});
   ASSERT_EQ(rows.size(), 3U);
   EXPECT_TRUE(rows[0].stock());
-  EXPECT_EQ(rows[1].recipe->method, "kivi");
+  EXPECT_EQ(to_text(*rows[1].recipe).substr(0, 5), "kivi:");
   EXPECT_EQ(rows[2].key_type, "q8_0");
   EXPECT_EQ(rows[2].value_type, "q4_0");
   EXPECT_THROW(parse_rows({"kivi:k=4,v"}), CliError);
@@ -146,7 +150,7 @@ TEST(Estimate, StockTypesAreTheirBits) {
 
 TEST(Estimate, ShortContextsAreAllOpen) {
   const ModelShape model = model_shape(GgufMetadata::parse(small_model()));
-  const Estimate estimate = estimate_recipe(model, parse_recipe("kivi"), 100, 512);
+  const Estimate estimate = estimate_recipe(model, parse_layer_recipes("kivi"), 100, 512);
   EXPECT_EQ(estimate.sealed, 0U);
   EXPECT_GT(estimate.open, 0U);
 }
@@ -158,6 +162,36 @@ TEST(Table, AlignsAndEscapesNothing) {
   EXPECT_EQ(table.markdown(), "| a | b |\n|---|---:|\n| long name | 1 |\n");
   EXPECT_EQ(human_bytes(1023), "1023 B");
   EXPECT_EQ(human_bytes(1536), "1.50 KiB");
+}
+
+// Three layers of different width and sensitivity: every assignment of rungs under the budget is tried.
+TEST(Tune, GreedyAllocationIsCloseToTheBestOfAllAssignments) {
+  ModelShape model;
+  model.layers = {{2, 64, 64, 0}, {1, 64, 64, 0}, {2, 64, 64, 0}};
+  std::vector<Recipe> ladder = {parse_recipe("kivi:k=4,v=4"), parse_recipe("kivi:k=2,v=2"),
+                                parse_recipe("kivi:k=3,v=3")};
+  const RungCosts costs = rung_costs(model, ladder);
+  EXPECT_EQ(ladder[0], parse_recipe("kivi:k=2,v=2"));  // sorted by cost
+  const Sensitivity sensitivity{0.003, {0.1, 0.5, 0.01}, {0.6, 0.1, 0.02}};
+  const auto error = [&](const std::vector<int>& rungs) {
+    double sum = 0;
+    for (std::size_t i = 0; i < 3; ++i) {
+      sum += (sensitivity.layer[i] - 0.003) * (sensitivity.rung[static_cast<std::size_t>(rungs[i])] - 0.003) / 0.597;
+    }
+    return sum;
+  };
+  for (const double budget : {2.375, 2.6, 2.9, 3.3, 3.9, 4.375, 16.0}) {
+    const std::vector<int> chosen = allocate(costs, sensitivity, budget);
+    EXPECT_LE(mean_bits(costs, chosen), budget);
+    double best = 1e9;
+    for (int code = 0; code < 27; ++code) {
+      const std::vector<int> rungs = {code % 3, code / 3 % 3, code / 9};
+      if (mean_bits(costs, rungs) <= budget) best = std::min(best, error(rungs));
+    }
+    EXPECT_LE(error(chosen), 1.25 * best + 1e-12) << budget;
+  }
+  EXPECT_EQ(best_uniform(costs, 3.5), (std::vector<int>{1, 1, 1}));
+  EXPECT_THROW(best_uniform(costs, 2.3), CliError);
 }
 
 }  // namespace

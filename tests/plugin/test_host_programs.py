@@ -74,6 +74,24 @@ def test_bench(smollm2, tmp_path):
     assert sum(layer["sealed_pages"] for layer in read_status(status)["layers"]) > 0
 
 
+def test_layers_have_their_own_recipes(smollm2, tmp_path):
+    status = tmp_path / "status.json"
+    arguments = ["-m", smollm2, "-p", 256, "-n", 0, "-fa", 1, "-r", 1, "-t", 2, "-ub", 128]
+    run_host("llama-bench", *arguments, recipe="layers=0-1:f16,7:kivi:k=2,v=2,window=0,*:kivi:window=0", KVANT_STATUS=str(status))
+    recipes = [layer["recipe"].split(",s")[0] for layer in read_status(status)["layers"]]
+    assert recipes == ["f16"] * 2 + ["kivi:k=4,v=4"] * 5 + ["kivi:k=2,v=2"] + ["kivi:k=4,v=4"] * 22
+    sealed = [layer["sealed_bytes"] for layer in read_status(status)["layers"]]
+    assert sealed[0] == 0 and 1.7 < sealed[2] / sealed[7] < 1.9
+
+
+def test_weights_stay_mapped_from_the_file(smollm2):
+    """The device offers memory for caches only; a weight in it would be a copy of the mapped file."""
+    arguments = ["-m", smollm2, "-p", 8, "-n", 0, "-fa", 1, "-r", 1, "-t", 2, "-v"]
+    _, output = run_host("llama-bench", *arguments, recipe="kivi")
+    buffers = {line.split()[1] for line in output.splitlines() if "model buffer size" in line}
+    assert buffers == {"CPU_Mapped"}
+
+
 def test_status_on_stderr_is_one_line(smollm2):
     arguments = ["-m", smollm2, "-p", 8, "-n", 0, "-fa", 1, "-r", 1, "-t", 2]
     _, output = run_host("llama-bench", *arguments, recipe="kivi", KVANT_STATUS="stderr")

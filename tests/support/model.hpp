@@ -62,9 +62,10 @@ inline void expect_half_step(const PageStore& store, std::int64_t page, const Sn
       const auto at = static_cast<std::ptrdiff_t>(((first + t) * shape.kv_heads + h) * shape.value_dim);
       const auto row = before.values.begin() + at;
       const auto [min, max] = std::minmax_element(row, row + shape.value_dim);
-      const double limit = exact[static_cast<std::size_t>(t)]
-                               ? 0
-                               : detail::half_step(*min, *max, store.recipe().value_bits, shape.dtype);
+      const double limit =
+          exact[static_cast<std::size_t>(t)]
+              ? 0
+              : detail::half_step(*min, *max, std::get<KiviValues>(store.recipe().value).bits, shape.dtype);
       for (int d = 0; d < shape.value_dim; ++d) {
         ASSERT_LE(std::fabs(static_cast<double>(row[d]) - after.values[static_cast<std::size_t>(at + d)]), limit)
             << "value " << t << " of page " << page << ", channel " << d;

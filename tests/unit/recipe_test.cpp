@@ -20,9 +20,11 @@ Recipe random_recipe(std::mt19937& random) {
   recipe.sink = static_cast<int>(random() % static_cast<unsigned>(recipe.page + 1));
   recipe.window = static_cast<int>(random() % 65537);
   recipe.x_bits = pick(8, 16);
-  recipe.value_bits = 1 + static_cast<int>(random() % 8);
-  if (recipe.method == "kivi") recipe.key_bits = 1 + static_cast<int>(random() % 8);
-  if (recipe.method == "kitty") recipe.boost = static_cast<double>(random()) / static_cast<double>(std::mt19937::max());
+  std::get<KiviValues>(recipe.value).bits = 1 + static_cast<int>(random() % 8);
+  if (auto* keys = std::get_if<KiviKeys>(&recipe.key)) keys->bits = 1 + static_cast<int>(random() % 8);
+  if (auto* keys = std::get_if<KittyKeys>(&recipe.key)) {
+    keys->boost = static_cast<double>(random()) / static_cast<double>(std::mt19937::max());
+  }
   return recipe;
 }
 
@@ -40,12 +42,60 @@ TEST(Recipe, EveryKeyIsReadInAnyOrder) {
   const Recipe kivi = parse_recipe("kivi:x=8,page=64,window=7,sink=3,v=5,k=6");
   EXPECT_EQ(to_text(kivi), "kivi:k=6,v=5,sink=3,window=7,page=64,x=8");
   const Recipe kitty = parse_recipe("kitty:v=4,boost=0.125");
-  EXPECT_EQ(kitty.boost, 0.125);
-  EXPECT_EQ(kitty.value_bits, 4);
+  EXPECT_EQ(std::get<KittyKeys>(kitty.key).boost, 0.125);
+  EXPECT_EQ(std::get<KiviValues>(kitty.value).bits, 4);
   EXPECT_EQ(to_text(parse_recipe("kitty")), "kitty:boost=0.25,v=2,sink=32,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("f16")), "f16");
   EXPECT_FALSE(parse_recipe("f16").quantizes());
   EXPECT_TRUE(kivi.quantizes());
+}
+
+TEST(Recipe, SidesCombineFreely) {
+  const Recipe recipe = parse_recipe("k=kitty,v=kivi:4,boost=0.125,sink=4");
+  EXPECT_EQ(std::get<KittyKeys>(recipe.key).boost, 0.125);
+  EXPECT_EQ(recipe.sink, 4);
+  // Keys and values that one method names have that method's text.
+  EXPECT_EQ(to_text(recipe), "kitty:boost=0.125,v=4,sink=4,window=128,page=128,x=16");
+  EXPECT_EQ(to_text(parse_recipe("v=kivi:3,k=kivi:2")), "kivi:k=2,v=3,sink=0,window=128,page=128,x=16");
+  EXPECT_EQ(to_text(parse_recipe("k=f16,v=f16")), "f16");
+}
+
+TEST(Recipe, LayersHaveTheirOwnRecipes) {
+  const LayerRecipes layers = parse_layer_recipes("layers=0-1:kivi:k=8,sink=4,3:f16,*:kitty:boost=0.5");
+  ASSERT_EQ(layers.rules.size(), 3U);
+  EXPECT_EQ(layers.at(0), parse_recipe("kivi:k=8,sink=4"));
+  EXPECT_EQ(layers.at(1), layers.at(0));
+  EXPECT_EQ(layers.at(2), parse_recipe("kitty:boost=0.5"));
+  EXPECT_EQ(layers.at(3), parse_recipe("f16"));
+  EXPECT_EQ(layers.at(9999), layers.at(2));
+  EXPECT_EQ(parse_layer_recipes(to_text(layers)), layers);
+  const LayerRecipes same = parse_layer_recipes("kivi:k=3");
+  EXPECT_EQ(to_text(same), to_text(parse_recipe("kivi:k=3")));
+  EXPECT_EQ(same.at(7), parse_recipe("kivi:k=3"));
+  expect_error(ErrorCode::out_of_range, {"layer 3"}, [] { static_cast<void>(LayerRecipes{{{0, 2, Recipe()}}}.at(3)); });
+}
+
+TEST(Recipe, BadLayersAreNamedInTheError) {
+  struct Bad {
+    const char* text;
+    std::vector<std::string> parts;
+  };
+  const Bad cases[] = {
+      {"layers=", {"*:RECIPE"}},
+      {"layers=0-1:kivi", {"*:RECIPE"}},
+      {"layers=kivi", {"'kivi'", "N-M:RECIPE"}},
+      {"layers=*", {"'*'", "N-M:RECIPE"}},
+      {"layers=3-1:kivi,*:kivi", {"'layers'", "'1'", "3 to 9999"}},
+      {"layers=-1:kivi,*:kivi", {"'-1:kivi'"}},
+      {"layers=10000:kivi,*:kivi", {"'10000'"}},
+      {"layers=1x:kivi,*:kivi", {"'1x'"}},
+      {"layers=1:kiwi,*:kivi", {"'kiwi'"}},
+      {"layers=1:,*:kivi", {"method ''"}},
+  };
+  for (const Bad& bad : cases) {
+    SCOPED_TRACE(bad.text);
+    expect_error(ErrorCode::invalid_argument, bad.parts, [&] { parse_layer_recipes(bad.text); });
+  }
 }
 
 TEST(Recipe, MethodsAreListedWithTheirDefaults) {
@@ -97,6 +147,15 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kitty:boost=nan", {"'boost'", "nan"}},
       {"kitty:boost=inf", {"'boost'", "inf"}},
       {"kitty:boost=0.25x", {"'boost'", "0.25x"}},
+      {"k=kivi:4", {"v=METHOD"}},
+      {"v=kivi", {"k=METHOD"}},
+      {"k=kiwi,v=kivi", {"'k'", "'kiwi'", "f16, kivi, kitty"}},
+      {"k=kivi,v=kitty", {"'v'", "'kitty'", "f16, kivi"}},
+      {"k=kitty:2,v=kivi", {"'k'", "'kitty:2'", "without bits"}},
+      {"k=kivi:,v=kivi", {"'k'", "''"}},
+      {"k=kivi,v=kivi,boost=1", {"'boost'", "k, v, sink"}},
+      {"k=f16,v=kivi", {"f16 on one side"}},
+      {"k=f16,v=f16,sink=1", {"'sink'", "none"}},
   };
   for (const Bad& bad : cases) {
     SCOPED_TRACE(bad.text);
@@ -139,10 +198,16 @@ TEST(Recipe, StructsAreValidatedWhereverTheyEnter) {
     change(recipe);
     return recipe;
   };
-  const Recipe bad[] = {with([](Recipe& r) { r.method = "none"; }), with([](Recipe& r) { r.key_bits = 0; }),
-                        with([](Recipe& r) { r.value_bits = 9; }),  with([](Recipe& r) { r.sink = -1; }),
-                        with([](Recipe& r) { r.sink = 129; }),      with([](Recipe& r) { r.window = -1; }),
-                        with([](Recipe& r) { r.page = 100; }),      with([](Recipe& r) { r.x_bits = 4; })};
+  const Recipe bad[] = {with([](Recipe& r) { r.key = KiviKeys{0}; }),
+                        with([](Recipe& r) { r.key = KittyKeys{1.5}; }),
+                        with([](Recipe& r) { r.value = KiviValues{9}; }),
+                        with([](Recipe& r) { r.key = F16Keys(); }),
+                        with([](Recipe& r) { r.value = F16Values(); }),
+                        with([](Recipe& r) { r.sink = -1; }),
+                        with([](Recipe& r) { r.sink = 129; }),
+                        with([](Recipe& r) { r.window = -1; }),
+                        with([](Recipe& r) { r.page = 100; }),
+                        with([](Recipe& r) { r.x_bits = 4; })};
   for (const Recipe& recipe : bad) {
     expect_error(ErrorCode::invalid_argument, {}, [&] { validate(recipe); });
     expect_error(ErrorCode::invalid_argument, {}, [&] { to_text(recipe); });
@@ -151,7 +216,7 @@ TEST(Recipe, StructsAreValidatedWhereverTheyEnter) {
     expect_error(ErrorCode::invalid_argument, {}, [&] { Cache(recipe, CacheShape{}); });
   }
   Recipe kitty = parse_recipe("kitty");
-  kitty.boost = std::numeric_limits<double>::quiet_NaN();
+  std::get<KittyKeys>(kitty.key).boost = std::numeric_limits<double>::quiet_NaN();
   expect_error(ErrorCode::invalid_argument, {"boost"}, [&] { validate(kitty); });
 }
 

@@ -1,36 +1,51 @@
 #include "methods/kivi/kivi.hpp"
 
 namespace kvant::catalog {
+namespace {
 
-Method kivi() {
-  Method method;
-  method.info = {"kivi",
-                 "KIVI: keys per channel, values per token, one grid per page",
-                 "",
-                 {"k", "v", "sink", "window", "page", "x"}};
-  method.set = [](Recipe& recipe, std::string_view key, std::string_view value) {
-    if (key == "k") {
-      recipe.key_bits = read_int(key, value, 1, 8);
-    } else if (key == "v") {
-      recipe.value_bits = read_int(key, value, 1, 8);
-    } else {
-      return set_common(recipe, key, value);
-    }
+// Keys and values have the same single option: bits per code.
+template <typename Part, typename Options>
+void add_bits(Side<Part>& side, const char* name) {
+  side.defaults = Options();
+  side.options = {name};
+  side.bits = [](const Part& part) { return std::to_string(std::get<Options>(part).bits); };
+  side.options_text = [](const Part&) { return std::string(); };
+}
+
+KeySide keys() {
+  KeySide side;
+  add_bits<KeyRecipe, KiviKeys>(side, "k");
+  side.set = [](KeyRecipe& part, std::string_view option, std::string_view value) {
+    if (option != "k") return false;
+    std::get<KiviKeys>(part).bits = read_int(option, value, 1, 8);
     return true;
   };
-  method.text = [](const Recipe& recipe) {
-    return "k=" + std::to_string(recipe.key_bits) + ",v=" + std::to_string(recipe.value_bits) + "," +
-           common_text(recipe);
+  side.validate = [](const KeyRecipe& part) { check_number("k", std::get<KiviKeys>(part).bits, 1, 8); };
+  side.planes = [](const KeyRecipe& part, int channels) {
+    return uniform_planes(std::get<KiviKeys>(part).bits, channels);
   };
-  method.defaults = [] { return Recipe(); };
-  method.validate = [](const Recipe& recipe) {
-    check_choice("k", recipe.key_bits, {1, 2, 3, 4, 5, 6, 7, 8});
-    check_choice("v", recipe.value_bits, {1, 2, 3, 4, 5, 6, 7, 8});
-    validate_common(recipe);
+  return side;
+}
+
+ValueSide values() {
+  ValueSide side;
+  add_bits<ValueRecipe, KiviValues>(side, "v");
+  side.set = [](ValueRecipe& part, std::string_view option, std::string_view value) {
+    if (option != "v") return false;
+    std::get<KiviValues>(part).bits = read_int(option, value, 1, 8);
+    return true;
   };
-  method.key_planes = [](const Recipe& recipe, int channels) { return uniform_planes(recipe.key_bits, channels); };
-  method.value_planes = [](const Recipe& recipe, int tokens) { return uniform_planes(recipe.value_bits, tokens); };
-  return method;
+  side.validate = [](const ValueRecipe& part) { check_number("v", std::get<KiviValues>(part).bits, 1, 8); };
+  side.planes = [](const ValueRecipe& part, int tokens) {
+    return uniform_planes(std::get<KiviValues>(part).bits, tokens);
+  };
+  return side;
+}
+
+}  // namespace
+
+Method kivi() {
+  return {"kivi", "KIVI: keys per channel, values per token, one grid per page", Recipe(), keys(), values()};
 }
 
 }  // namespace kvant::catalog
