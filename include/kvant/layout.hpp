@@ -12,10 +12,10 @@ namespace kvant {
 
 // One bit plane of a tile inside a head's block (src/tiles/plane.hpp has the word format).
 struct PlaneLayout {
-  int bits = 0;            // 1, 2 or 4
-  int shift = 0;           // the plane holds bits shift..shift+bits-1 of the code
-  int depth = 0;           // depth indices it covers
-  bool gathered = false;   // true: the first `depth` entries of the tile's index list; false: 0..depth-1
+  int bits = 0;   // 1, 2 or 4
+  int shift = 0;  // the plane holds bits shift..shift+bits-1 of the code
+  int first = 0;  // it covers the stored depth indices first..first+depth-1; a multiple of 4
+  int depth = 0;
   std::size_t offset = 0;  // bytes from the start of the head's block
   std::size_t bytes = 0;
 };
@@ -24,19 +24,35 @@ struct PlaneLayout {
 struct TileLayout {
   int rows = 0;   // K: tokens of a page; V: channels
   int depth = 0;  // K: channels; V: tokens of a page
+  // The planes of every page; empty where each page has its own widths (budget > 0): then src/cache/tile.hpp computes
+  // them from the counts that the page stores.
   std::vector<PlaneLayout> planes;
-  std::size_t min_offset = 0;  // depth values of CacheShape::dtype
+  std::size_t plane_offset = 0;
+  std::size_t plane_bytes = 0;
+  // depth values of CacheShape::dtype each, in stored order, from the start of the head's block, or of the page's block
+  // where all heads share one grid.
+  std::size_t min_offset = 0;
   std::size_t max_offset = 0;
-  std::size_t index_offset = 0;  // uint16 each, index_count of them: depth indices of gathered planes
-  int index_count = 0;
+  bool shared_grid = false;
+  // Which channel each stored depth index is: 1 or 2 bytes each; 0 where it is the depth index itself.
+  int order_entry = 0;
+  std::size_t order_offset = 0;
+  // Own widths: how many fours of channels have each width, uint16 per width class (src/cache/tile.hpp).
+  std::size_t counts_offset = 0;
+  int low = 0;  // widths of a page, low..high
+  int high = 0;
+  int budget = 0;    // sum of the widths of all fours
+  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
 };
 
-// Layout of the sealed block of one page: kv_heads consecutive head blocks of head_bytes each (a multiple of 64).
+// Layout of the sealed block of one page: kv_heads consecutive head blocks of head_bytes each (a multiple of 64), then
+// the grids that all heads share.
 struct PageLayout {
   TileLayout key;
   TileLayout value;
   std::size_t head_bytes = 0;
-  std::size_t page_bytes = 0;  // kv_heads * head_bytes
+  std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16
   std::size_t exact_bytes_per_16 = 0;  // unquantized rows beside a sealed page (sinks), per started 16 tokens
 

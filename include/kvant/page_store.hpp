@@ -24,7 +24,7 @@ struct StoreBytes {
   std::size_t sealed = 0;  // sealed blocks: codes, endpoints, indices
   std::size_t open = 0;    // unquantized pages, the recent window included
   std::size_t exact = 0;   // unquantized rows beside sealed pages (sinks)
-  std::size_t tables = 0;  // page table and bitmaps
+  std::size_t tables = 0;  // page table, bitmaps and query statistics
   std::size_t total() const { return sealed + open + exact + tables; }
 };
 
@@ -64,6 +64,15 @@ class PageStore {
   // Reads the cells as stored (decoded where sealed); unwritten cells read as zeros. out: [cells, kv_heads, dim].
   void read(Side side, std::span<const std::int64_t> cells, const View& out) const;
 
+  // Tells a store whose recipe weighs key channels by the queries (waterfill) what those of the tokens in `cells` are:
+  // queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it after the tokens are written
+  // and before seal_ready. A page is encoded with the statistics of all queries up to its own last token; queries of cells
+  // that are in no open page count from now on. With `cells` empty, so do all of them, however many rows there are.
+  // Ignored by other recipes. Throws Error(invalid_argument | out_of_range | not_finite); then nothing was counted.
+  void observe(std::span<const std::int64_t> cells, const ConstView& queries);
+  // True when the recipe weighs channels by queries.
+  bool weighs_queries() const;
+
   // Encodes every full page that has at least recipe.window newer rows. Returns how many were sealed.
   int seal_ready(int threads = 0);
 
@@ -72,6 +81,7 @@ class PageStore {
   void clear();
 
   // Copies count cells from `from` (same recipe, shape); whole aligned pages are shared, the rest is copied as stored.
+  // A store that has seen no queries takes over the statistics as well.
   void copy_cells(const PageStore& from, std::int64_t from_first, std::int64_t first, std::int64_t count);
 
   bool is_sealed(std::int64_t page) const;

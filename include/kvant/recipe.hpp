@@ -4,10 +4,12 @@
 //   f16                                        the control: nothing is quantized
 //   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
 //   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
+//   waterfill:k=2.5,v=2,sink=4                 widths per key channel and page, rotated values (src/methods/waterfill)
 //   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
 //   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -31,7 +33,18 @@ struct KittyKeys {
   double boost = 0.25;  // share of the channels stored with 4 bits instead of 2, 0..1
   bool operator==(const KittyKeys&) const = default;
 };
-using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys>;
+// How the uniform grid of a row is found: from its smallest to its largest value, or fitted to its codes.
+enum class Grid : std::uint8_t { range, least_squares };
+
+struct WaterfillKeys {
+  static constexpr std::string_view method = "waterfill";
+  double bits = 2.5;  // mean width of the channels of a page, low..high
+  int low = 1;        // least and largest width, 1..6
+  int high = 5;
+  Grid grid = Grid::least_squares;
+  bool operator==(const WaterfillKeys&) const = default;
+};
+using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys>;
 
 // ---- values
 
@@ -44,7 +57,15 @@ struct KiviValues {
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviValues&) const = default;
 };
-using ValueRecipe = std::variant<F16Values, KiviValues>;
+struct WaterfillValues {
+  static constexpr std::string_view method = "waterfill";
+  int bits = 2;         // per code, 1..8
+  bool rotate = true;   // Hadamard-rotated in blocks of the largest power of two that divides the head size
+  bool shared = false;  // one grid per token over all KV heads instead of one per head
+  Grid grid = Grid::least_squares;
+  bool operator==(const WaterfillValues&) const = default;
+};
+using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues>;
 
 struct Recipe {
   KeyRecipe key = KiviKeys();

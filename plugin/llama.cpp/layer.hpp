@@ -67,6 +67,11 @@ class Layer {
   void write(Side side, std::span<const std::int64_t> rows, const float* values,
              std::span<const std::int64_t> positions = {});
   void read(Side side, std::span<const std::int64_t> rows, float* values) const;
+  // PageStore::observe for one stream; cells are numbered inside it.
+  void observe(std::int64_t stream, std::span<const std::int64_t> cells, const ConstView& queries) {
+    stores_[static_cast<std::size_t>(stream)].observe(cells, queries);
+  }
+  bool weighs_queries() const { return stores_.front().weighs_queries(); }
   bool any_written(std::int64_t row) const { return written_[static_cast<std::size_t>(row)] != 0; }
 
   // The tensor's bytes as the host would see them in plain memory. With keep_gaps, zeros written to a row that holds

@@ -4,6 +4,7 @@
 
 #include "engine.hpp"
 #include "host.hpp"
+#include "kvant/error.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {
@@ -71,14 +72,40 @@ Mask mask_of_stream(const abi::Tensor* mask, std::int64_t stream) {
 std::vector<std::int64_t> Engine::positions_for(const CacheRef& target, const abi::Tensor* source,
                                                 const std::vector<std::int64_t>& rows) {
   const Layer& layer = *target.layer;
-  if (layer.store(0).recipe().sink == 0) return {};
+  const bool sinks = layer.store(0).recipe().sink > 0;
   if (target.side == Side::value) {
     const bool same_tokens = last_keys_.layer == &layer && last_keys_.rows == rows;
-    return same_tokens ? last_keys_.positions : std::vector<std::int64_t>{};
+    return sinks && same_tokens ? last_keys_.positions : std::vector<std::int64_t>{};
   }
+  last_keys_ = {&layer, rows, {}};
+  if (!sinks) return {};
   const auto found = positions_.of_keys(source, layer.index(), static_cast<std::int64_t>(rows.size()));
-  last_keys_ = {&layer, rows, {found.begin(), found.end()}};
+  last_keys_.positions.assign(found.begin(), found.end());
   return last_keys_.positions;
+}
+
+// The queries of one stream belong to the keys that the graph has just written to it, in the same order, when they are as
+// many and lie in that stream; otherwise (rows of several streams in one, another graph) they count for no page.
+void Engine::observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first) {
+  const std::int64_t count = queries.extent[0];
+  const std::int64_t base = stream * layer.tensor(Side::key).cells;
+  std::vector<std::int64_t> cells;
+  if (last_keys_.layer == &layer) {
+    for (std::int64_t i = first; i < first + count; ++i) {
+      const std::int64_t cell = last_keys_.rows[static_cast<std::size_t>(i)] - base;
+      if (cell >= 0 && cell < layer.tensor(Side::key).cells) cells.push_back(cell);
+    }
+  }
+  if (static_cast<std::int64_t>(cells.size()) != count) {
+    cells.clear();
+    Ledger::instance().note("some queries are not those of the keys just written: they weigh later pages only");
+  }
+  try {
+    layer.observe(stream, cells, queries);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::not_finite) throw;
+    Ledger::instance().note("some queries were not finite: they do not weigh channels");
+  }
 }
 
 bool Engine::set_rows(const abi::Tensor& node, const CacheRef& target) {
@@ -123,6 +150,8 @@ bool Engine::attend_packed(const abi::Tensor& node) {
   options.softcap = float_param(node, 2);
   options.sinks = sinks != nullptr ? static_cast<const float*>(sinks->data) : nullptr;
   options.threads = threads_;
+  // Other counts than those of the keys just written: which query is whose cannot be told.
+  if (static_cast<std::int64_t>(last_keys_.rows.size()) != q.ne[1] * q.ne[3]) last_keys_ = {};
   for (std::int64_t s = 0; s < q.ne[3]; ++s) {
     const auto part = static_cast<std::size_t>(s);
     const ConstView queries{static_cast<const std::byte*>(q.data) + part * q.nb[3],
@@ -135,7 +164,9 @@ bool Engine::attend_packed(const abi::Tensor& node) {
                    {in_elements(node.nb[2], DType::f32), in_elements(node.nb[1], DType::f32), 1}};
     options.mask = mask_of_stream(mask, s);
     attend(key.layer->store(stream + s), k.ne[1], queries, out, options, *workspace_);
+    if (key.layer->weighs_queries()) observe_queries(*key.layer, stream + s, queries, s * q.ne[1]);
   }
+  if (last_keys_.layer == key.layer) last_keys_ = {};  // a later graph's queries are not of these keys
   Ledger::instance().set_workspace(bytes_of(*workspace_));
   seal_and_account(*key.layer, *key.buffer);
   return true;

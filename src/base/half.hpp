@@ -57,6 +57,12 @@ inline float max_finite(DType type) {
   return type == DType::bf16 ? kMaxBfloat : std::numeric_limits<float>::max();
 }
 
+// Largest magnitude that a cache of this type stores. binary32 and bfloat16 stop at half their range: max - min of a grid
+// must stay finite.
+inline float largest_stored(DType type) {
+  return type == DType::f16 ? kMaxHalf : max_finite(type) / 2;
+}
+
 inline float load_float(const void* data, DType type, std::int64_t index) {
   if (type == DType::f32) return static_cast<const float*>(data)[index];
   const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[index];

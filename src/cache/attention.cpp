@@ -163,6 +163,7 @@ class Attention {
     for (std::int64_t page = split_.pages * run / split_.runs; page < split_.pages * (run + 1) / split_.runs; ++page) {
       block.add_page(page);
     }
+    block.finish();
     for (int n = 0; n < block.vectors(); ++n) {
       const std::int64_t row = first_row + n / plan_.group;
       const int query_head = head * plan_.group + n % plan_.group;
@@ -229,7 +230,8 @@ void attend(const PageStore& store, std::int64_t n_cells, const ConstView& queri
             const AttentionOptions& options, Workspace& workspace, float* lse) {
   check_shapes(store, n_cells, queries, out, options);
   if (queries.extent[0] == 0) return;
-  cache::AttentionPlan plan(store.impl());
+  cache::AttentionPlan plan;
+  plan.store = &store.impl();
   plan.options = &options;
   plan.queries = queries;
   plan.n_cells = n_cells;

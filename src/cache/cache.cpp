@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/checked.hpp"
 #include "cache/store.hpp"
 #include "cache/workspace.hpp"
 
@@ -30,11 +31,17 @@ std::vector<std::int64_t> cell_range(std::int64_t first, std::int64_t count) {
 
 Cache::Cache(const Recipe& recipe, const CacheShape& shape) : store_(recipe, shape, 0) {}
 
-void Cache::append(const ConstView& keys, const ConstView& values) {
+void Cache::append(const ConstView& keys, const ConstView& values, const ConstView& queries) {
   PageStore::Impl& impl = store_.impl();
   const std::int64_t count = keys.extent[0];
   impl.check_rows(Side::key, keys, count);
   impl.check_rows(Side::value, values, count);
+  const bool observed = queries.data != nullptr;
+  if (observed) impl.check_queries(queries);
+  if (observed && queries.extent[0] != count) {
+    base::fail(ErrorCode::invalid_argument, "queries have " + std::to_string(queries.extent[0]) + " rows for " +
+                                                std::to_string(count) + " tokens");
+  }
   const std::int64_t page = impl.tokens();
   impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));
   try {
@@ -43,6 +50,7 @@ void Cache::append(const ConstView& keys, const ConstView& values) {
       const std::vector<std::int64_t> cells = cell_range(length_ + done, step);
       store_.write(Side::key, cells, slice(keys, done, step));
       store_.write(Side::value, cells, slice(values, done, step));
+      if (observed) store_.observe(cells, slice(queries, done, step));
       store_.seal_ready();
       done += step;
     }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/half.hpp"
+#include "cache/image_v1.hpp"
 #include "cache/store.hpp"
 #include "kvant/cache.hpp"
 
@@ -16,7 +17,7 @@ using cache::CellSet;
 using cache::Page;
 
 constexpr char kMagic[8] = {'K', 'V', 'A', 'N', 'T', 'C', 'A', 'C'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;  // 1 had lists of boosted channels, no order of channels and no query statistics
 enum class PageKind : std::uint8_t { empty = 0, open = 1, sealed = 2 };
 
 class Writer {
@@ -61,9 +62,27 @@ class Reader {
   }
   std::size_t left() const { return bytes_.size(); }
 
+  std::uint32_t version = kVersion;
+
  private:
   std::span<const std::byte> bytes_;
 };
+
+// Query statistics: a byte that says whether there are any, then the sums.
+void save_sums(const double* sums, std::size_t count, Writer& out) {
+  out.put(static_cast<std::uint8_t>(sums != nullptr));
+  if (sums != nullptr) out.put_bytes(reinterpret_cast<const std::byte*>(sums), count * sizeof(double));
+}
+
+// False when there are none. Sums of squares are finite and not negative.
+bool load_sums(Reader& in, double* sums, std::size_t count) {
+  if (in.get<std::uint8_t>() == 0) return false;
+  std::memcpy(sums, in.take(count * sizeof(double)), count * sizeof(double));
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(sums[i] >= 0 && std::isfinite(sums[i]))) bad("a query statistic is not a sum of squares");
+  }
+  return true;
+}
 
 std::size_t token_bytes(const CacheShape& shape) {
   return static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(shape.key_dim + shape.value_dim) *
@@ -88,7 +107,7 @@ void move_token(const CacheShape& shape, const cache::RowsLayout& layout, std::b
 
 // Within what PageStore::write accepts: a grid over larger values would have no finite step.
 void check_finite(const std::byte* data, std::size_t count, DType dtype) {
-  const float limit = dtype == DType::f16 ? base::kMaxHalf : base::max_finite(dtype) / 2;
+  const float limit = base::largest_stored(dtype);
   for (std::size_t i = 0; i < count; ++i) {
     const float value = base::load_float(data, dtype, static_cast<std::int64_t>(i));
     if (!(std::fabs(value) <= limit)) bad("a stored value is not finite or too large");
@@ -100,6 +119,7 @@ void save_page(const PageStore::Impl& impl, std::int64_t number, int length, Wri
   out.put(page.open ? PageKind::open : (page.sealed ? PageKind::sealed : PageKind::empty));
   std::vector<std::byte> token(token_bytes(impl.shape));
   if (page.open) {
+    if (!impl.query_sums.empty()) save_sums(page.queries.get(), impl.query_sums.size(), out);
     for (int i = 0; i < length; ++i) {
       out.put(static_cast<std::uint8_t>(page.exact[static_cast<std::size_t>(i)]));
       move_token<false>(impl.shape, impl.rows, page.open.get(), i, token.data());
@@ -123,6 +143,10 @@ void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& i
   if (in.left() / (1 + token_bytes(impl.shape)) < static_cast<std::size_t>(length)) bad("ends early");
   std::byte* rows = impl.open(number);
   Page& page = impl.pages[static_cast<std::size_t>(number)];
+  if (!impl.query_sums.empty()) {
+    auto queries = std::make_unique<double[]>(impl.query_sums.size());
+    if (load_sums(in, queries.get(), impl.query_sums.size())) page.queries = std::move(queries);
+  }
   std::vector<std::byte> token(token_bytes(impl.shape));
   for (int i = 0; i < length; ++i) {
     page.exact.set(static_cast<std::size_t>(i), in.get<std::uint8_t>() != 0);
@@ -133,16 +157,43 @@ void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& i
   page.last_write = number * impl.tokens() + length;
 }
 
-void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::byte* head_block) {
-  const auto depth = static_cast<std::size_t>(tile.depth);
-  check_finite(head_block + tile.min_offset, depth, impl.shape.dtype);
-  check_finite(head_block + tile.max_offset, depth, impl.shape.dtype);
-  const std::uint16_t* index = cache::tile_index(tile, head_block);
-  for (int i = 0; i < tile.index_count; ++i) {
-    if (index[i] >= tile.depth) bad("a channel index is out of range");
-    // A channel that is listed twice would count its bits twice.
-    if (i > 0 && index[i] <= index[i - 1]) bad("channel indices are not ascending");
+// Before planes are placed by them: counts that claim more than the tile reserves would reach into what follows.
+void check_counts(const TileLayout& tile, const std::byte* head_block) {
+  const std::array<int, 6> counts = cache::read_counts(tile, head_block);
+  int fours = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    const int width = cache::kWidthOrder[i];
+    if (counts[i] > 0 && (width < tile.low || width > tile.high)) bad("a channel has a width that the recipe excludes");
+    fours += counts[i];
   }
+  if (fours != tile.depth / tiles::kQuad) bad("the counts of widths do not add up to the channels");
+  std::size_t bytes = 0;
+  for (const PlaneLayout& plane : cache::place_planes(counts, tile.rows, 0).span()) bytes += plane.bytes;
+  if (bytes > tile.plane_bytes) bad("the planes of a page are larger than its budget");
+}
+
+// Each channel once, those of one width ascending: equal content has equal bytes.
+void check_order(const cache::TileView& view) {
+  const auto depth = static_cast<std::size_t>(view.tile->depth);
+  std::vector<std::uint16_t> order(depth);
+  std::vector<int> levels(depth);
+  view.order(order.data());
+  view.levels(levels.data());
+  std::vector<bool> seen(depth);
+  for (std::size_t i = 0; i < depth; ++i) {
+    if (order[i] >= depth || seen[order[i]]) bad("the order of channels is not a permutation");
+    seen[order[i]] = true;
+    if (i > 0 && levels[i] == levels[i - 1] && order[i] < order[i - 1]) bad("channels of a width are not ascending");
+  }
+}
+
+void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::byte* block, int head) {
+  if (tile.budget > 0) check_counts(tile, block + static_cast<std::size_t>(head) * impl.layout.head_bytes);
+  const cache::TileView view(impl.layout, tile, block, head);
+  check_order(view);
+  const auto depth = static_cast<std::size_t>(tile.depth);
+  check_finite(view.grid + tile.min_offset, depth, impl.shape.dtype);
+  check_finite(view.grid + tile.max_offset, depth, impl.shape.dtype);
 }
 
 void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
@@ -150,7 +201,9 @@ void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
   auto sealed = std::make_shared<cache::SealedPage>();
   const auto count = in.get<std::uint32_t>();
   if (count >= static_cast<std::uint32_t>(impl.tokens())) bad("more exact rows than a page has");
-  if (in.left() < impl.layout.page_bytes) bad("ends early");
+  const bool convert = in.version == 1 && impl.layout.key.order_entry > 0;
+  const std::size_t stored_bytes = convert ? cache::page_bytes_v1(impl.layout, impl.shape) : impl.layout.page_bytes;
+  if (in.left() < stored_bytes) bad("ends early");
   cache::ExactRows& exact = sealed->exact;
   exact.capacity = base::round_up(static_cast<int>(count), tiles::kLanes);
   const cache::RowsLayout rows(impl.shape, std::max(exact.capacity, 1));
@@ -166,12 +219,16 @@ void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
     move_token<true>(impl.shape, rows, exact.rows.get(), static_cast<int>(i), token.data());
   }
   exact.cells.shrink_to_fit();
-  sealed->block = base::allocate_aligned(impl.layout.page_bytes);
-  std::memcpy(sealed->block.get(), in.take(impl.layout.page_bytes), impl.layout.page_bytes);
+  sealed->block = base::allocate_zeroed(impl.layout.page_bytes);
+  const std::byte* stored = in.take(stored_bytes);
+  if (!convert) {
+    std::memcpy(sealed->block.get(), stored, stored_bytes);
+  } else if (!cache::convert_v1(impl.layout, impl.shape, stored, sealed->block.get())) {
+    bad("channel indices are not ascending or out of range");
+  }
   for (int head = 0; head < impl.shape.kv_heads; ++head) {
-    const std::byte* block = sealed->block.get() + static_cast<std::size_t>(head) * impl.layout.head_bytes;
-    check_tile(impl, impl.layout.key, block);
-    check_tile(impl, impl.layout.value, block);
+    check_tile(impl, impl.layout.key, sealed->block.get(), head);
+    check_tile(impl, impl.layout.value, sealed->block.get(), head);
   }
   page.sealed = std::move(sealed);
   page.last_write = (number + 1) * impl.tokens();
@@ -181,8 +238,10 @@ Reader open_image(std::span<const std::byte> image) {
   if (image.size() < sizeof kMagic + sizeof(std::uint64_t)) bad("shorter than its frame");
   Reader in(image.first(image.size() - sizeof(std::uint64_t)));
   if (std::memcmp(in.take(sizeof kMagic), kMagic, sizeof kMagic) != 0) bad("does not start with KVANTCAC");
-  const auto version = in.get<std::uint32_t>();
-  if (version != kVersion) bad("is version " + std::to_string(version) + "; this build reads version 1");
+  in.version = in.get<std::uint32_t>();
+  if (in.version < 1 || in.version > kVersion) {
+    bad("is version " + std::to_string(in.version) + "; this build reads versions 1 and 2");
+  }
   std::uint64_t checksum = 0;
   std::memcpy(&checksum, image.data() + image.size() - sizeof checksum, sizeof checksum);
   if (checksum != XXH64(image.data(), image.size() - sizeof checksum, 0)) bad("checksum does not match");
@@ -221,6 +280,9 @@ std::vector<std::byte> Cache::save() const {
   }
   out.put(static_cast<std::uint8_t>(impl.shape.dtype));
   out.put(length_);
+  if (!impl.query_sums.empty()) {
+    save_sums(impl.queries_seen ? impl.query_sums.data() : nullptr, impl.query_sums.size(), out);
+  }
   for (std::int64_t page = 0; page * impl.tokens() < length_; ++page) {
     save_page(impl, page, static_cast<int>(std::min<std::int64_t>(impl.tokens(), length_ - page * impl.tokens())), out);
   }
@@ -233,6 +295,9 @@ Cache Cache::load(std::span<const std::byte> image) {
   const auto length = in.get<std::int64_t>();
   if (length < 0 || length > static_cast<std::int64_t>(image.size()) * 64) bad("length does not fit its size");
   PageStore::Impl& impl = cache.store_.impl();
+  // Recipes with widths per page or query statistics are younger than version 1.
+  if (in.version == 1 && (impl.layout.key.budget > 0 || !impl.query_sums.empty())) bad("has a recipe that version 1 lacks");
+  if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());
   for (std::int64_t number = 0; number < pages; ++number) {

@@ -2,6 +2,7 @@
 
 #include "base/checked.hpp"
 #include "cache/rows.hpp"
+#include "cache/tile.hpp"
 #include "methods/method.hpp"
 #include "tiles/plane.hpp"
 
@@ -15,22 +16,44 @@ void check_extent(const char* name, int value, int limit) {
   }
 }
 
-// Places a tile at `offset` of the head's block: planes (whole word groups) first, so that all of them stay aligned,
-// then endpoints and indices. Returns the next free offset, again a multiple of a word group.
-std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset, TileLayout& tile) {
-  tile.rows = spec.rows;
-  tile.depth = spec.depth;
-  tile.index_count = spec.index_count;
+std::size_t add_fixed_planes(const catalog::TileSpec& spec, std::size_t offset, TileLayout& tile) {
   for (const catalog::PlaneSpec& plane : spec.planes) {
     const std::size_t bytes = tiles::plane_bytes(plane.bits, spec.rows, plane.depth);
-    tile.planes.push_back({plane.bits, plane.shift, plane.depth, plane.gathered, offset, bytes});
+    tile.planes.push_back({plane.bits, plane.shift, 0, plane.depth, offset, bytes});
     offset += bytes;
   }
+  return offset;
+}
+
+// Places a tile at `offset` of the head's block: planes (whole word groups) first, so that all of them stay aligned,
+// then endpoints, order and counts. Returns the next free offset, again a multiple of a word group. A shared grid is
+// placed at `shared` of the page's tail instead.
+std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset, std::size_t& shared,
+                  TileLayout& tile) {
+  tile.rows = spec.rows;
+  tile.depth = spec.depth;
+  tile.rotation = spec.rotation;
+  tile.least_squares = spec.least_squares;
+  tile.shared_grid = spec.shared_grid;
+  tile.low = spec.low;
+  tile.high = spec.high;
+  tile.budget = spec.budget;
+  tile.plane_offset = offset;
+  offset = spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows)
+                           : add_fixed_planes(spec, offset, tile);
+  tile.plane_bytes = offset - tile.plane_offset;
   const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(dtype);
-  tile.min_offset = offset;
-  tile.max_offset = offset + endpoint_bytes;
-  tile.index_offset = tile.max_offset + endpoint_bytes;
-  offset = tile.index_offset + static_cast<std::size_t>(spec.index_count) * sizeof(std::uint16_t);
+  std::size_t& grid = spec.shared_grid ? shared : offset;
+  tile.min_offset = grid;
+  tile.max_offset = grid + endpoint_bytes;
+  grid += 2 * endpoint_bytes;
+  tile.order_offset = offset;
+  if (spec.sorted) {
+    tile.order_entry = spec.depth <= 256 ? 1 : 2;
+    offset += static_cast<std::size_t>(spec.depth * tile.order_entry);
+  }
+  tile.counts_offset = offset;
+  if (spec.budget > 0) offset += cache::kWidthOrder.size() * sizeof(std::uint16_t);
   return base::round_up(offset, static_cast<std::size_t>(tiles::kGroupBytes));
 }
 
@@ -48,11 +71,19 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));
     return layout;
   }
-  const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape.dtype, 0, layout.key);
-  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, layout.value);
-  layout.page_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
-  layout.bits_per_value = 8.0 * static_cast<double>(layout.head_bytes) /
-                          (static_cast<double>(recipe.page) * (shape.key_dim + shape.value_dim));
+  std::size_t shared = 0;  // from the end of the heads' blocks
+  const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape.dtype, 0, shared, layout.key);
+  layout.head_bytes =
+      place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
+  const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
+  for (TileLayout* tile : {&layout.key, &layout.value}) {
+    if (!tile->shared_grid) continue;
+    tile->min_offset += heads_bytes;
+    tile->max_offset += heads_bytes;
+  }
+  layout.page_bytes = heads_bytes + base::round_up(shared, static_cast<std::size_t>(tiles::kGroupBytes));
+  layout.bits_per_value = 8.0 * static_cast<double>(layout.page_bytes) /
+                          (static_cast<double>(recipe.page) * shape.kv_heads * (shape.key_dim + shape.value_dim));
   return layout;
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/aligned.hpp"
 #include "cache/rows.hpp"
+#include "cache/tile.hpp"
 #include "kvant/layout.hpp"
 
 namespace kvant::cache {
@@ -34,36 +35,36 @@ struct Page {
   CellSet value_written;
   CellSet exact;                // cells that are never quantized
   std::int64_t last_write = 0;  // the store's row count when a row of this page was last written
+  // Sums of squares of the queries of this page's cells, per KV head and channel, until the page is sealed; null: none.
+  std::unique_ptr<double[]> queries;
 
   bool is_empty() const { return !open && !sealed; }
   CellSet written() const { return key_written & value_written; }
 };
 
-// ---- src/cache/codec.cpp: between open rows and sealed blocks
+// ---- src/cache/encode.cpp and decode.cpp: between open rows and sealed blocks
 
-// Encodes one head of an open page into its part of the block; cells in `skip` are left out of every statistic.
-void encode_head(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, std::byte* block);
+// Encode the keys of one head and the values of `heads` heads (one, or all of them where they share a grid) of an open
+// page into its block, which is zeros before. Cells in `skip` are left out of every statistic. `queries`: sums of
+// squares per channel of this head's queries so far, or null.
+void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
+                 int head, const CellSet& skip, const double* queries, std::byte* block);
+void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
+                   int first_head, int heads, const CellSet& skip, std::byte* block);
 
 // Copies the cells of `which` (key and value) from an open page into exact rows.
 ExactRows copy_exact(const CacheShape& shape, int page_tokens, const std::byte* open, const CellSet& which);
 
-// The inverse of both: fills an open page from a sealed one.
+// The inverse of all: fills an open page from a sealed one.
 void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
                  std::byte* open);
 
-// Decodes one head's tile as float [depth][stride], stride = rows padded to 16 (not rounded to the cache's type).
+// Decodes one head's tile as float [depth][stride] by channel or token, stride = rows padded to 16 (the padding is left
+// alone), rotated back, not rounded to the cache's type.
 void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, const std::byte* block, int head,
                  float* out);
 
-// Widths (bits of the code) per depth index of a sealed tile.
-void tile_widths(const TileLayout& tile, const std::uint16_t* index, std::vector<int>& widths);
-// Minimum and step per depth index, as float; `widths` is scratch.
-void load_grid(const TileLayout& tile, DType dtype, const std::byte* head_block, std::vector<int>& widths, float* min,
-               float* step);
-
-inline const std::uint16_t* tile_index(const TileLayout& tile, const std::byte* head_block) {
-  return tile.index_count == 0 ? nullptr : reinterpret_cast<const std::uint16_t*>(head_block + tile.index_offset);
-}
+// Minimum and step per stored depth index, as float; `levels` as TileView gives them.
+void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step);
 
 }  // namespace kvant::cache

@@ -1,6 +1,7 @@
 #include "cache/query_block.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -11,7 +12,6 @@ namespace kvant::cache {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int kMaxSets = 2;    // index sets of a tile: gathered planes and the others
 constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
 
 int longest(const AttentionPlan& plan) {
@@ -21,26 +21,6 @@ int longest(const AttentionPlan& plan) {
 
 }  // namespace
 
-TilePlan::TilePlan(const TileLayout& tile) : depth(tile.depth) {
-  for (const PlaneLayout& plane : tile.planes) {
-    // The set of all depth indices comes first: it brings the minima. All gathered planes take the start of one index
-    // list; a shorter one is a part of the longest.
-    auto set = std::find_if(sets.begin(), sets.end(), [&](const XSet& x) { return x.gathered == plane.gathered; });
-    if (set == sets.end()) set = sets.insert(sets.end(), XSet{plane.gathered, 0, {}, {}, {}});
-    set->depth = std::max(set->depth, plane.depth);
-    set->planes.push_back({nullptr, plane.bits, plane.shift, 0, plane.depth});
-    set->offsets.push_back(plane.offset);
-  }
-  std::stable_sort(sets.begin(), sets.end(), [](const XSet& a, const XSet& b) { return a.depth > b.depth; });
-  for (XSet& set : sets) {
-    set.mid.resize(static_cast<std::size_t>(base::round_up(set.depth, tiles::kDepthPad)));
-    for (const tiles::CodePlane& plane : set.planes) {
-      const float mean = 0.5F * static_cast<float>(((1 << plane.bits) - 1) << plane.shift);
-      for (int i = 0; i < plane.depth; ++i) set.mid[static_cast<std::size_t>(plane.first + i)] += mean;
-    }
-  }
-}
-
 std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
   const CacheShape& shape = plan.store->shape;
@@ -49,11 +29,14 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  const bool gathers = plan.store->layout.key.order_entry > 0;
+  const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         6 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) +
+         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
-         Arena::padded<std::int32_t>(kMaxSets * tiles::packed_words(longest(plan), static_cast<int>(n))) +
-         Arena::padded<float>(kMaxSets * n);
+         Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
+         (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
+         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0);
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -69,14 +52,23 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   scores_ = arena.take<float>(n * page);
   exact_ = arena.take<float>(n * page);
   mask_ = arena.take<float>(n * page);
-  output_ = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
-  for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &ones_}) *vector = arena.take<float>(n);
-  for (float** line : {&min_, &step_, &scratch_}) *line = arena.take<float>(deep);
+  plain_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
+  for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
+    *vector = arena.take<float>(n);
+  }
+  for (float** line : {&min_, &step_, &mid_}) *line = arena.take<float>(deep);
+  levels_ = arena.take<int>(deep);
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
-  packed_ = arena.take<std::int32_t>(kMaxSets * tiles::packed_words(longest(plan), capacity_));
-  x_scale_ = arena.take<float>(kMaxSets * n);
-  std::fill_n(ones_, n, 1.0F);
+  packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
+  if (store_.layout.key.order_entry > 0) {
+    order_ = arena.take<std::uint16_t>(deep);
+    gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
+  }
+  if (store_.layout.value.rotation > 1) {
+    rotated_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
+    rotated_.owed = arena.take<float>(n);
+  }
 }
 
 void QueryBlock::start(int head, std::int64_t first_row, int rows) {
@@ -97,7 +89,11 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
   }
   std::fill_n(maximum_, vectors_, kMinusInfinity);
   std::fill_n(sum_, vectors_, 0.0F);
-  std::fill_n(output_, vectors_ * output_stride_, 0.0F);
+  for (const Mixed& mixed : {plain_, rotated_}) {
+    if (mixed.values == nullptr) continue;
+    std::fill_n(mixed.values, vectors_ * output_stride_, 0.0F);
+    std::fill_n(mixed.owed, vectors_, 1.0F);
+  }
 }
 
 // ---- visibility
@@ -232,45 +228,52 @@ void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, 
   kernels_.multiply_rows(product);
 }
 
-void QueryBlock::pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
-                           std::int64_t v_stride) {
-  load_grid(tile, store_.shape.dtype, head_block, widths_, min_, step_);
-  std::size_t words = 0;
-  for (std::size_t i = 0; i < plan.sets.size(); ++i) {
-    const TilePlan::XSet& set = plan.sets[i];
-    tiles::PackArgs pack;
-    pack.v = v;
-    pack.v_stride = v_stride;
-    pack.step = step_;
-    pack.min = i == 0 ? min_ : nullptr;
-    pack.index = set.gathered ? tile_index(tile, head_block) : nullptr;
-    pack.depth = set.depth;
-    pack.vectors = vectors_;
-    pack.wide = store_.recipe.x_bits == 16;
-    pack.mid = set.mid.data();
-    pack.x = packed_ + words;
-    pack.scale = x_scale_ + i * static_cast<std::size_t>(vectors_);
-    pack.bias = bias_;
-    pack.scratch = scratch_;
-    kernels_.pack_x(pack);
-    words += tiles::packed_words(set.depth, vectors_);
+const float* QueryBlock::gather(const TileView& view, const float* v, std::int64_t v_stride) {
+  view.order(order_);
+  for (int n = 0; n < vectors_; ++n) {
+    const float* from = v + n * v_stride;
+    float* to = gathered_ + n * query_stride_;
+    for (int i = 0; i < view.tile->depth; ++i) to[i] = from[order_[i]];
   }
+  return gathered_;
 }
 
-void QueryBlock::multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block,
-                               tiles::Start start, const float* alpha, tiles::Ahead ahead, float* out,
-                               std::int64_t out_stride) {
-  std::size_t words = 0;
-  for (std::size_t i = 0; i < plan.sets.size(); ++i) {
-    const TilePlan::XSet& set = plan.sets[i];
-    planes_.assign(set.planes.begin(), set.planes.end());
-    for (std::size_t p = 0; p < planes_.size(); ++p) planes_[p].plane = head_block + set.offsets[p];
-    kernels_.multiply_codes({planes_.data(), static_cast<int>(planes_.size()), tile.rows, packed_ + words, set.depth,
-                             vectors_, store_.recipe.x_bits == 16, x_scale_ + i * static_cast<std::size_t>(vectors_),
-                             out, out_stride, i == 0 ? start : tiles::Start::add, alpha, bias_,
-                             i == 0 ? ahead : tiles::Ahead{}});
-    words += tiles::packed_words(set.depth, vectors_);
+void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_stride) {
+  const TileLayout& tile = *view.tile;
+  if (!view.in_order()) {
+    v = gather(view, v, v_stride);
+    v_stride = query_stride_;
   }
+  view.levels(levels_);
+  load_grid(view, store_.shape.dtype, levels_, min_, step_);
+  const int padded = base::round_up(tile.depth, tiles::kDepthPad);
+  for (int i = 0; i < tile.depth; ++i) mid_[i] = 0.5F * static_cast<float>(levels_[i]);
+  std::fill(mid_ + tile.depth, mid_ + padded, 0.0F);
+  tiles::PackArgs pack;
+  pack.v = v;
+  pack.v_stride = v_stride;
+  pack.step = step_;
+  pack.min = min_;
+  pack.depth = tile.depth;
+  pack.vectors = vectors_;
+  pack.wide = store_.recipe.x_bits == 16;
+  pack.mid = mid_;
+  pack.x = packed_;
+  pack.scale = x_scale_;
+  pack.bias = bias_;
+  kernels_.pack_x(pack);
+}
+
+void QueryBlock::multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out,
+                               std::int64_t out_stride) {
+  std::array<tiles::CodePlane, kMaxPlanes> planes;
+  int count = 0;
+  for (const PlaneLayout& plane : view.planes.span()) {
+    planes[static_cast<std::size_t>(count++)] = {view.head_block + plane.offset, plane.bits, plane.shift, plane.first,
+                                                 plane.depth};
+  }
+  kernels_.multiply_codes({planes.data(), count, view.tile->rows, packed_, view.tile->depth, vectors_,
+                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead});
 }
 
 void QueryBlock::score_exact(const ExactRows& exact) {
@@ -292,10 +295,9 @@ void QueryBlock::score_page(const Page& page, int cells) {
                   queries_, query_stride_, scores_, score_stride_, ahead_key_);
     return;
   }
-  const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
-  pack_tile(store_.layout.key, plan_.key, head_block, queries_, query_stride_);
-  multiply_tile(store_.layout.key, plan_.key, head_block, tiles::Start::replace, nullptr, ahead_key_, scores_,
-                score_stride_);
+  const TileView view(store_.layout, store_.layout.key, page.sealed->block.get(), head_);
+  pack_tile(view, queries_, query_stride_);
+  multiply_tile(view, tiles::Start::replace, ahead_key_, scores_, score_stride_);
   if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
 }
 
@@ -312,42 +314,72 @@ void QueryBlock::mix_exact(const ExactRows& exact) {
   }
   const RowsLayout rows(store_.shape, exact.capacity);
   multiply_open(exact.rows.get() + rows.value_at(head_, 0, 0), rows.value_stride, store_.shape.value_dim,
-                exact.capacity, exact_, score_stride_, output_, output_stride_);
+                exact.capacity, exact_, score_stride_, plain_.values, output_stride_);
+}
+
+void QueryBlock::settle(Mixed& to, Mixed& other) {
+  for (int n = 0; n < vectors_; ++n) {
+    if (other.values != nullptr) other.owed[n] *= alpha_[n];
+    alpha_[n] *= to.owed[n];
+    to.owed[n] = 1;
+  }
+}
+
+void QueryBlock::rescale(Mixed& to, Mixed& other) {
+  settle(to, other);
+  kernels_.rescale(to.values, output_stride_, vectors_, static_cast<int>(output_stride_), alpha_, bias_);
+  std::fill_n(alpha_, vectors_, 1.0F);
 }
 
 void QueryBlock::mix_page(const Page& page, int cells) {
-  const int width = static_cast<int>(output_stride_);
   if (page.open) {
     std::fill_n(bias_, vectors_, 0.0F);
-    kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
+    rescale(plain_, rotated_);
     multiply_open(page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_stride, store_.shape.value_dim,
-                  cells, scores_, score_stride_, output_, output_stride_, ahead_value_);
+                  cells, scores_, score_stride_, plain_.values, output_stride_, ahead_value_);
     return;
   }
-  const std::byte* head_block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
-  // Exact values are added after the rescaling that the page's own bias shares, from weights taken out before it.
+  // Exact values are added after a rescaling without the page's own bias, from weights taken out before that is
+  // computed.
   const ExactRows& exact = page.sealed->exact;
   if (!exact.cells.empty()) {
     std::fill_n(bias_, vectors_, 0.0F);
-    kernels_.rescale(output_, output_stride_, vectors_, width, alpha_, bias_);
+    rescale(plain_, rotated_);
     mix_exact(exact);
   }
-  pack_tile(store_.layout.value, plan_.value, head_block, scores_, score_stride_);
-  multiply_tile(store_.layout.value, plan_.value, head_block, tiles::Start::rescale,
-                exact.cells.empty() ? alpha_ : ones_, ahead_value_, output_, output_stride_);
+  const TileView view(store_.layout, store_.layout.value, page.sealed->block.get(), head_);
+  pack_tile(view, scores_, score_stride_);
+  Mixed& sum = rotated_.values != nullptr ? rotated_ : plain_;
+  settle(sum, &sum == &plain_ ? rotated_ : plain_);
+  multiply_tile(view, tiles::Start::rescale, ahead_value_, sum.values, output_stride_);
 }
 
-// Where the next page keeps this head's keys and values; empty when there is none. What is read often (many query rows)
-// or what this block reads next anyway needs no help.
+void QueryBlock::finish() {
+  if (rotated_.values == nullptr) return;
+  const CacheShape& shape = store_.shape;
+  for (int n = 0; n < vectors_; ++n) {
+    float* out = plain_.values + n * output_stride_;
+    float* rotated = rotated_.values + n * output_stride_;
+    kernels_.hadamard(rotated, shape.value_dim, store_.layout.value.rotation);
+    for (int d = 0; d < shape.value_dim; ++d) out[d] = out[d] * plain_.owed[n] + rotated[d] * rotated_.owed[n];
+  }
+}
+
+// Where the next page keeps this head's keys and values, so that products ask for it bit by bit. Grids are small.
 void QueryBlock::look_ahead(std::int64_t number) {
   ahead_key_ = ahead_value_ = {};
   if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
   if (page.sealed) {
-    const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes;
-    const std::size_t value = store_.layout.value.planes.front().offset;
+    const PageLayout& layout = store_.layout;
+    const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * layout.head_bytes;
+    const std::size_t value = layout.value.planes.front().offset;
     ahead_key_ = {block, value};
-    ahead_value_ = {block + value, store_.layout.head_bytes - value};
+    ahead_value_ = {block + value, layout.head_bytes - value};
+    const std::size_t heads_bytes = static_cast<std::size_t>(store_.shape.kv_heads) * layout.head_bytes;
+    for (std::size_t i = heads_bytes; i < layout.page_bytes; i += base::kAlignment) {
+      __builtin_prefetch(page.sealed->block.get() + i, 0, 2);
+    }
   } else if (page.open) {
     ahead_key_ = {page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head};
     ahead_value_ = {page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};

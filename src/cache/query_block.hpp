@@ -12,27 +12,10 @@
 
 namespace kvant::cache {
 
-// A tile as multiply_codes takes it: planes that read the same depth indices share one packed x.
-struct TilePlan {
-  struct XSet {
-    bool gathered = false;  // x follows the tile's index list
-    int depth = 0;          // depth indices of x
-    std::vector<tiles::CodePlane> planes;
-    std::vector<std::size_t> offsets;  // of the planes inside the head's block
-    std::vector<float> mid;            // [depth padded] mean code of each depth index
-  };
-  std::vector<XSet> sets;
-  int depth = 0;
-
-  explicit TilePlan(const TileLayout& tile);
-};
-
 // What all blocks of one attend() share.
 struct AttentionPlan {
   const PageStore::Impl* store = nullptr;
   const AttentionOptions* options = nullptr;
-  TilePlan key;
-  TilePlan value;
   ConstView queries;
   std::int64_t n_cells = 0;
   std::int64_t rows = 0;
@@ -41,7 +24,6 @@ struct AttentionPlan {
   float scale = 1;
   std::vector<float> slopes;  // per query head, 1 without ALiBi
 
-  explicit AttentionPlan(const PageStore::Impl& s) : store(&s), key(s.layout.key), value(s.layout.value) {}
   int query_heads() const { return group * store->shape.kv_heads; }
 };
 
@@ -55,11 +37,14 @@ class QueryBlock {
   void start(int head, std::int64_t first_row, int rows);
   // Attends to the cells of one page.
   void add_page(std::int64_t page);
+  // Brings the output together; after the last page.
+  void finish();
 
   int vectors() const { return vectors_; }
   const float* maximum() const { return maximum_; }
   const float* sum() const { return sum_; }
-  const float* output(int vector) const { return output_ + vector * output_stride_; }
+  // The sums, after finish().
+  const float* output(int vector) const { return plain_.values + vector * output_stride_; }
 
  private:
   void look_ahead(std::int64_t page);
@@ -75,12 +60,23 @@ class QueryBlock {
   void mix_exact(const ExactRows& exact);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
                      float* out, std::int64_t out_stride, tiles::Ahead ahead = {});
-  // Rounds v * step to integers for every index set of the tile; bias_ gets v * min and the rounding.
-  void pack_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, const float* v,
-                 std::int64_t v_stride);
-  // out, begun as `start` says, gets the tile times what pack_tile packed
-  void multiply_tile(const TileLayout& tile, const TilePlan& plan, const std::byte* head_block, tiles::Start start,
-                     const float* alpha, tiles::Ahead ahead, float* out, std::int64_t out_stride);
+  // Rounds v * step to integers in the tile's stored order; bias_ gets v * min and the rounding.
+  void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
+  // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
+  void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
+  // v of every vector in the tile's order.
+  const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
+
+  // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are
+  // kept apart, and the sum that a page does not touch is rescaled when its turn comes.
+  struct Mixed {
+    float* values = nullptr;  // [vectors][value_dim]
+    float* owed = nullptr;    // [vectors]: factor not applied yet
+  };
+  // Rescales `to` by what it owes and the page's alpha and adds bias_; the other sum goes on owing alpha.
+  void rescale(Mixed& to, Mixed& other);
+  // The same without touching values: alpha_ becomes what `to` must be multiplied by.
+  void settle(Mixed& to, Mixed& other);
 
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;
@@ -96,26 +92,27 @@ class QueryBlock {
   std::int64_t score_stride_ = 0;
   float* queries_ = nullptr;  // [vectors][key_dim], scaled
   float* scores_ = nullptr;   // [vectors][page]
-  float* output_ = nullptr;   // [vectors][value_dim]
-  float* exact_ = nullptr;    // [vectors][page]: scores or weights of exact cells
+  Mixed plain_;
+  Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
+  float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
   float* maximum_ = nullptr;
   float* sum_ = nullptr;
   float* alpha_ = nullptr;
   float* bias_ = nullptr;
   float* slope_ = nullptr;
-  float* ones_ = nullptr;
   float* min_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
-  float* scratch_ = nullptr;
-  float* wide_ = nullptr;   // an open tile as float, for blocks of many vectors
-  float* mask_ = nullptr;   // [vectors][page]
-  tiles::Ahead ahead_key_;  // of the next page
+  float* mid_ = nullptr;
+  int* levels_ = nullptr;
+  std::uint16_t* order_ = nullptr;
+  float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
+  float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
+  float* mask_ = nullptr;      // [vectors][page]
+  tiles::Ahead ahead_key_;     // of the next page
   tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
-  float* x_scale_ = nullptr;  // [index sets][vectors]
-  std::vector<tiles::CodePlane> planes_;
-  std::vector<int> widths_;
+  float* x_scale_ = nullptr;  // [vectors]
 };
 
 }  // namespace kvant::cache

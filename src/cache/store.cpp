@@ -5,6 +5,7 @@
 
 #include "base/checked.hpp"
 #include "base/threads.hpp"
+#include "methods/method.hpp"
 
 namespace kvant {
 
@@ -56,6 +57,9 @@ PageStore::Impl::Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std:
     base::fail(ErrorCode::invalid_argument, "cells is " + std::to_string(n) + "; allowed: 0 to 2^40");
   }
   if (!pool) pool = make_page_pool();
+  if (catalog::uses_queries(recipe)) {
+    query_sums.assign(static_cast<std::size_t>(s.kv_heads) * static_cast<std::size_t>(s.key_dim), 0.0);
+  }
   pages.resize(static_cast<std::size_t>((n + r.page - 1) / r.page));
 }
 
@@ -68,7 +72,9 @@ PageStore::Impl::Impl(const Impl& other)
       pool(other.pool),
       open_pages(other.open_pages),
       rows_written(other.rows_written),
-      counts(other.counts) {
+      counts(other.counts),
+      query_sums(other.query_sums),
+      queries_seen(other.queries_seen) {
   pages.resize(other.pages.size());
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const Page& from = other.pages[i];
@@ -78,6 +84,10 @@ PageStore::Impl::Impl(const Impl& other)
     to.value_written = from.value_written;
     to.exact = from.exact;
     to.last_write = from.last_write;
+    if (from.queries) {
+      to.queries = std::make_unique<double[]>(query_sums.size());
+      std::copy_n(from.queries.get(), query_sums.size(), to.queries.get());
+    }
     if (from.open) {
       to.open = pool->take(rows.bytes);
       std::memcpy(to.open.get(), from.open.get(), rows.bytes);
@@ -153,14 +163,27 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     sealed.back()->block = base::allocate_zeroed(layout.page_bytes);  // padding between planes is part of the bytes
     sealed.back()->exact = cache::copy_exact(shape, tokens(), page.open.get(), page.exact & page.written());
   }
-  base::parallel_for(static_cast<std::int64_t>(ready.size()) * shape.kv_heads, threads, [&](std::int64_t item, int) {
-    const auto i = static_cast<std::size_t>(item / shape.kv_heads);
-    cache::encode_head(recipe, shape, layout, pages[static_cast<std::size_t>(ready[i])].open.get(),
-                       static_cast<int>(item % shape.kv_heads), skip[i], sealed[i]->block.get());
+  const std::vector<std::vector<double>> sums = sums_at(ready);
+  // Values that share a grid are one item for all heads.
+  const int value_items = layout.value.shared_grid ? 1 : shape.kv_heads;
+  const std::int64_t per_page = shape.kv_heads + value_items;
+  base::parallel_for(static_cast<std::int64_t>(ready.size()) * per_page, threads, [&](std::int64_t item, int) {
+    const auto i = static_cast<std::size_t>(item / per_page);
+    const int part = static_cast<int>(item % per_page);
+    const std::byte* rows_of_page = pages[static_cast<std::size_t>(ready[i])].open.get();
+    std::byte* block = sealed[i]->block.get();
+    if (part < value_items) {
+      cache::encode_values(recipe, shape, layout, rows_of_page, part, shape.kv_heads / value_items, skip[i], block);
+    } else {
+      const int head = part - value_items;
+      const double* queries = sums[i].empty() ? nullptr : sums[i].data() + std::ptrdiff_t{head} * shape.key_dim;
+      cache::encode_keys(recipe, shape, layout, rows_of_page, head, skip[i], queries, block);
+    }
   });
   for (std::size_t i = 0; i < ready.size(); ++i) {
     Page& page = pages[static_cast<std::size_t>(ready[i])];
     drop_open(page);
+    settle_queries(page);
     page.sealed = std::move(sealed[i]);
     std::erase(open_pages, ready[i]);
   }
@@ -204,6 +227,10 @@ int PageStore::seal_ready(int threads) {
       ready.push_back(number);
     }
   }
+  // In the order they were filled, so that each page is encoded with the queries up to its own last token.
+  std::sort(ready.begin(), ready.end(), [&](std::int64_t a, std::int64_t b) {
+    return impl_->pages[static_cast<std::size_t>(a)].last_write < impl_->pages[static_cast<std::size_t>(b)].last_write;
+  });
   if (!ready.empty()) impl_->seal(ready, threads);
   return static_cast<int>(ready.size());
 }
@@ -239,6 +266,8 @@ void PageStore::forget(std::int64_t first, std::int64_t count) {
 void PageStore::clear() {
   for (std::int64_t page = 0; page < static_cast<std::int64_t>(impl_->pages.size()); ++page) impl_->release(page);
   impl_->rows_written = 0;
+  std::fill(impl_->query_sums.begin(), impl_->query_sums.end(), 0.0);
+  impl_->queries_seen = false;
 }
 
 bool PageStore::is_sealed(std::int64_t page) const {
@@ -260,9 +289,11 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
   bytes.tables =
-      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t);
+      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t) +
+      impl_->query_sums.capacity() * sizeof(double);
   for (const Page& page : impl_->pages) {
     if (page.open) bytes.open += impl_->rows.bytes;
+    if (page.queries) bytes.tables += impl_->query_sums.size() * sizeof(double);
     if (!page.sealed) continue;
     bytes.sealed += impl_->layout.page_bytes;
     bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it

@@ -37,6 +37,9 @@ struct PageStore::Impl {
   std::vector<std::int64_t> open_pages;  // numbers of open pages, in the order they were opened
   std::int64_t rows_written = 0;         // key rows since creation: the clock of the recent window
   StoreCounts counts;
+  // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses them.
+  std::vector<double> query_sums;
+  bool queries_seen = false;
 
   Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p);
   Impl(const Impl& other);
@@ -50,6 +53,7 @@ struct PageStore::Impl {
   // Throws unless rows of this shape and these values may be written (the checks of PageStore::write).
   void check_rows(Side side, const ConstView& view, std::int64_t count) const;
   void check_values(Side side, const ConstView& view) const;
+  void check_queries(const ConstView& view) const;
 
   // For stores filled in cell order: the clock goes back to `length` rows after a trim.
   void rewind(std::int64_t length);
@@ -59,6 +63,13 @@ struct PageStore::Impl {
   void release(std::int64_t page);     // back to unwritten
   void drop_open(cache::Page& page);   // returns its buffer to the pool
   void seal(std::span<const std::int64_t> ready, int threads);
+
+  // ---- src/cache/store_queries.cpp
+  // The sums that each of the pages, in this order, is encoded with; empty where no query was seen.
+  std::vector<std::vector<double>> sums_at(std::span<const std::int64_t> order) const;
+  // The page's own sums become part of the store's.
+  void settle_queries(cache::Page& page);
+  void take_queries(const Impl& from);
 };
 
 }  // namespace kvant

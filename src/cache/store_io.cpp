@@ -223,6 +223,7 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
   }
   const PageStore snapshot = this == &from ? PageStore(from) : PageStore(impl.recipe, impl.shape, 0, impl.pool);
   const PageStore& origin = this == &from ? snapshot : from;
+  if (this != &from) impl.take_queries(source);
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t a = from_first + done;
     const std::int64_t b = first + done;

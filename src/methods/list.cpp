@@ -7,10 +7,11 @@
 #include "methods/kitty/kitty.hpp"
 #include "methods/kivi/kivi.hpp"
 #include "methods/method.hpp"
+#include "methods/waterfill/waterfill.hpp"
 
 namespace kvant::catalog {
 const std::vector<Method>& list() {
-  static const std::vector<Method> methods = {f16(), kivi(), kitty()};
+  static const std::vector<Method> methods = {f16(), kivi(), kitty(), waterfill()};
   return methods;
 }
 
@@ -28,34 +29,35 @@ std::vector<PlaneSpec> uniform_planes(int width, int depth) {
   for (int shift = 0; shift < width;) {
     const int left = width - shift;
     const int bits = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
-    planes.push_back({bits, shift, depth, false});
+    planes.push_back({bits, shift, depth});
     shift += bits;
   }
   return planes;
 }
 
-namespace {
-
-TileSpec make_tile(std::vector<PlaneSpec> planes, int rows, int depth) {
-  TileSpec tile{rows, depth, std::move(planes), 0};
-  for (const PlaneSpec& plane : tile.planes) {
-    if (plane.gathered) tile.index_count = std::max(tile.index_count, plane.depth);
-  }
-  return tile;
-}
-
-}  // namespace
-
 TileSpec key_tile(const Recipe& recipe, int channels) {
   const KeySide& side = side_of(recipe.key);
-  if (side.planes == nullptr) return {};
-  return make_tile(side.planes(recipe.key, channels), recipe.page, channels);
+  TileSpec spec;
+  if (side.tile == nullptr) return spec;
+  spec.rows = recipe.page;
+  spec.depth = channels;
+  side.tile(recipe.key, spec);
+  return spec;
 }
 
 TileSpec value_tile(const Recipe& recipe, int channels) {
   const ValueSide& side = side_of(recipe.value);
-  if (side.planes == nullptr) return {};
-  return make_tile(side.planes(recipe.value, recipe.page), channels, recipe.page);
+  TileSpec spec;
+  if (side.tile == nullptr) return spec;
+  spec.rows = channels;
+  spec.depth = recipe.page;
+  side.tile(recipe.value, spec);
+  return spec;
+}
+
+bool uses_queries(const Recipe& recipe) {
+  const KeySide& side = side_of(recipe.key);
+  return side.uses_queries != nullptr && side.uses_queries(recipe.key);
 }
 
 const KeySide& side_of(const KeyRecipe& keys) {

@@ -1,5 +1,5 @@
-// What a method is to the layers above: which planes the tiles of a page have, and which channels a gathered plane
-// takes. Adding a method: its folder with one Method, and one line in src/methods/list.cpp.
+// What a method is to the layers above: which planes the tiles of a page have, and which channels get which width.
+// Adding a method: its folder with one Method, and one line in src/methods/list.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +8,46 @@
 #include <string_view>
 #include <vector>
 
+#include "kvant/layout.hpp"
 #include "kvant/recipe.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant::catalog {
 
-// One plane of a tile: `bits` at position `shift` of the codes of `depth` depth indices; gathered planes take the first
-// `depth` entries of the tile's index list instead of 0..depth-1.
+// One plane of a tile: `bits` at position `shift` of the codes of the first `depth` stored depth indices.
 struct PlaneSpec {
   int bits = 0;
   int shift = 0;
   int depth = 0;
-  bool gathered = false;
 };
 
+// What a method asks of a tile; src/cache/layout.cpp places it. Rows and depth are given.
 struct TileSpec {
   int rows = 0;
   int depth = 0;
-  std::vector<PlaneSpec> planes;
-  int index_count = 0;  // entries of the index list, 0 without gathered planes
+  std::vector<PlaneSpec> planes;  // those of every page; empty with a budget
+  bool sorted = false;            // channels are stored by width, in an order of the page's own
+  // Widths low..high that differ from page to page and sum to `budget` over the fours of channels; 0: fixed planes.
+  int low = 0;
+  int high = 0;
+  int budget = 0;
+  int rotation = 1;          // block of the Hadamard rotation of the rows
+  bool shared_grid = false;  // one grid per depth index for all KV heads
+  bool least_squares = false;
+};
 
-  // Bits of the code at a depth index that stands at `place` in the index list (or is not in it: place >= index_count).
-  int width_at(int place) const {
-    int width = 0;
-    for (const PlaneSpec& plane : planes) width += !plane.gathered || place < plane.depth ? plane.bits : 0;
-    return width;
-  }
+// A page's keys of one head, for the choice of widths.
+struct KeyPage {
+  const TileLayout& layout;
+  const float* tile;     // [channels][stride]
+  std::int64_t stride;
+  int rows;              // tokens, sinks left out
+  const float* min;      // [channels]
+  const float* max;
+  const double* queries;  // [channels] sums of squares of the queries so far; null where none was seen
+
+  const float* channel(int c) const { return tile + c * stride; }
+  int channels() const { return layout.depth; }
 };
 
 // How one side (keys or values) of a method is written in a recipe's text.
@@ -49,15 +63,17 @@ struct Side {
 };
 
 struct KeySide : Side<KeyRecipe> {
-  // Planes of the key tile of one head of a page; null for rows that are never sealed.
-  std::vector<PlaneSpec> (*planes)(const KeyRecipe& keys, int channels) = nullptr;
-  // Chooses the index list of a key tile: tile is [depth][stride] float, rows tokens each. Null: no gathered planes.
-  void (*choose)(const float* tile, std::int64_t stride, int rows, int depth, int count,
-                 std::uint16_t* index) = nullptr;
+  // Fills the spec of the key tile of one head of a page; null for rows that are never sealed. Throws
+  // Error(invalid_argument) for head sizes that the method cannot store.
+  void (*tile)(const KeyRecipe& keys, TileSpec& spec) = nullptr;
+  // Sorted tiles: the width of each channel of a page, whatever the tile's planes or budget allow.
+  void (*choose_widths)(const KeyRecipe& keys, const KeyPage& page, std::uint8_t* widths) = nullptr;
+  // True when choose_widths wants the statistics of the queries; null: never.
+  bool (*uses_queries)(const KeyRecipe& keys) = nullptr;
 };
 
 struct ValueSide : Side<ValueRecipe> {
-  std::vector<PlaneSpec> (*planes)(const ValueRecipe& values, int tokens) = nullptr;
+  void (*tile)(const ValueRecipe& values, TileSpec& spec) = nullptr;
 };
 
 struct Method {
@@ -78,6 +94,7 @@ const Method& find(std::string_view name);
 
 TileSpec key_tile(const Recipe& recipe, int channels);
 TileSpec value_tile(const Recipe& recipe, int channels);
+bool uses_queries(const Recipe& recipe);
 
 // The side of the method that a part belongs to.
 const KeySide& side_of(const KeyRecipe& keys);

@@ -108,6 +108,114 @@ void Dequantize(const std::uint8_t* codes, int n, float min, float step, float* 
   for (int i = 0; i < n; ++i) x[i] = min + static_cast<float>(codes[i]) * step;
 }
 
+// ---- least squares, in eight lanes of double whatever the registers hold; the compiler splits these vectors
+
+using Doubles = double __attribute__((vector_size(64)));
+using Floats = float __attribute__((vector_size(32)));
+using Codes = std::uint8_t __attribute__((vector_size(8)));
+
+// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum. Vectors of
+// this size go by reference, because returning one would depend on the instruction set.
+template <typename V, typename T>
+HWY_INLINE void LoadEight(const T* from, int count, V& value) {
+  value = V{};
+  std::memcpy(&value, from, static_cast<std::size_t>(count) * sizeof(T));
+}
+
+HWY_INLINE double AddLanes(const Doubles& v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+LineSums SumLine(const std::uint8_t* codes, const float* x, int n) {
+  using Ints = std::int32_t __attribute__((vector_size(32)));
+  Doubles value = {};
+  Doubles product = {};
+  Ints code_sum = {};  // a row has far fewer than 2^15 values
+  Ints square_sum = {};
+  const auto add = [&](int i, int count) HWY_ATTR {
+    Floats narrow;
+    Codes code;
+    LoadEight(x + i, count, narrow);
+    LoadEight(codes + i, count, code);
+    const auto wide = __builtin_convertvector(narrow, Doubles);
+    const auto integer = __builtin_convertvector(code, Ints);
+    value += wide;
+    product += __builtin_convertvector(integer, Doubles) * wide;
+    code_sum += integer;
+    square_sum += integer * integer;
+  };
+  int i = 0;
+  for (; i + 8 <= n; i += 8) add(i, 8);
+  if (i < n) add(i, n - i);
+  LineSums sums;
+  sums.value = AddLanes(value);
+  sums.product = AddLanes(product);
+  for (int lane = 0; lane < 8; ++lane) {
+    sums.code += code_sum[lane];
+    sums.code_square += square_sum[lane];
+  }
+  return sums;
+}
+
+double GridError(const std::uint8_t* codes, const float* x, int n, float min, float step) {
+  Doubles error = {};
+  const auto add = [&](int i, int count) HWY_ATTR {
+    Floats narrow;
+    Codes code;
+    LoadEight(x + i, count, narrow);
+    LoadEight(codes + i, count, code);
+    const Floats point = min + __builtin_convertvector(code, Floats) * step;
+    Doubles difference = __builtin_convertvector(narrow, Doubles) - __builtin_convertvector(point, Doubles);
+    for (int lane = count; lane < 8; ++lane) difference[lane] = 0;
+    error += difference * difference;
+  };
+  int i = 0;
+  for (; i + 8 <= n; i += 8) add(i, 8);
+  if (i < n) add(i, n - i);
+  return AddLanes(error);
+}
+
+// ---- Hadamard
+
+// (a, b) -> (a + b, a - b) at distance `half`, for halves of at least one register of D.
+template <class D>
+HWY_INLINE void Butterflies(D d, float* x, int n, int half) {
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int first = 0; first < n; first += 2 * half) {
+    for (int i = first; i < first + half; i += lanes) {
+      const auto a = hn::LoadU(d, x + i);
+      const auto b = hn::LoadU(d, x + i + half);
+      hn::StoreU(hn::Add(a, b), d, x + i);
+      hn::StoreU(hn::Sub(a, b), d, x + i + half);
+    }
+  }
+}
+
+void Hadamard(float* x, int n, int block) {
+  int half = 1;
+  if (block >= 4) {  // distances 1 and 2 inside four lanes: b + a above, b - a as b + (-a) below
+    const hn::CappedTag<float, 4> d;
+    alignas(16) static constexpr float kOdd[4] = {1, -1, 1, -1};
+    alignas(16) static constexpr float kHigh[4] = {1, 1, -1, -1};
+    for (int i = 0; i < n; i += 4) {
+      auto v = hn::LoadU(d, x + i);
+      v = hn::Add(hn::Shuffle2301(v), hn::Mul(v, hn::Load(d, kOdd)));
+      v = hn::Add(hn::Shuffle1032(v), hn::Mul(v, hn::Load(d, kHigh)));
+      hn::StoreU(v, d, x + i);
+    }
+    half = 4;
+  }
+  for (; half < block; half *= 2) {
+    if (half >= 16) {
+      Butterflies(F(), x, n, half);
+    } else if (half >= 4) {
+      Butterflies(hn::CappedTag<float, 4>(), x, n, half);
+    } else {
+      Butterflies(hn::CappedTag<float, 1>(), x, n, half);
+    }
+  }
+}
+
 using U = hn::CappedTag<std::uint32_t, 16>;
 using Bytes = hn::Rebind<std::uint8_t, U>;
 
@@ -171,6 +279,9 @@ void FillCodec(Kernels& k) {
   k.min_max = MinMax;
   k.quantize = Quantize;
   k.dequantize = Dequantize;
+  k.line_sums = SumLine;
+  k.grid_error = GridError;
+  k.hadamard = Hadamard;
   k.pack_plane = PackPlane;
   k.unpack_plane = UnpackPlane;
 }

@@ -24,23 +24,21 @@ constexpr int kMaxDepth = 1024;
 // x reach 255 * 32639 * 256 = 2130673920, just below 2^31.
 constexpr int kSumDepth = 256;
 
-// Rounds x[n][i] = v[n][c] * step[c], c = index[i], to integers for multiply_codes.
+// Rounds x[n][i] = v[n][i] * step[i] to integers for multiply_codes.
 struct PackArgs {
   const float* v = nullptr;  // [vectors][v_stride]
   std::int64_t v_stride = 0;
-  const float* step = nullptr;           // [channels]
-  const float* min = nullptr;            // [channels]; null: a part of an x whose other part had it
-  const std::uint16_t* index = nullptr;  // null: index[i] = i
+  const float* step = nullptr;  // [depth]
+  const float* min = nullptr;   // [depth]
   int depth = 0;
   int vectors = 0;
   bool wide = true;            // 16-bit x, else 8-bit
   const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets
   std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
   float* scale = nullptr;      // out [vectors]: x = scale * integer
-  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at the
-  // mean code. Without min, the second sum is added to what is there. NaN where v * step is not finite.
+  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at
+  // the mean code. NaN where v * step is not finite.
   float* bias = nullptr;
-  float* scratch = nullptr;  // round_up(depth, 32) floats
 };
 
 // Words of one vector, zero padding up to kDepthPad included: the word of depth index i is at i / 4 * 2.
@@ -126,6 +124,15 @@ struct SoftmaxArgs {
   float* alpha = nullptr;    // out [vectors]: what earlier outputs must be multiplied by
 };
 
+// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i %
+// 8) that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
+struct LineSums {
+  std::int64_t code = 0;         // sum c
+  std::int64_t code_square = 0;  // sum c * c
+  double value = 0;              // sum x
+  double product = 0;            // sum c * x
+};
+
 struct Kernels {
   std::string name;
   bool integer_dot = false;  // has 8-bit dot-product instructions
@@ -147,6 +154,12 @@ struct Kernels {
   void (*quantize)(const float* x, int n, float min, float step, int levels, std::uint8_t* codes) = nullptr;
   // x = min + code * step
   void (*dequantize)(const std::uint8_t* codes, int n, float min, float step, float* x) = nullptr;
+  LineSums (*line_sums)(const std::uint8_t* codes, const float* x, int n) = nullptr;
+  // sum (x - (min + code * step))^2 in double, the grid's value in float; lanes as in LineSums
+  double (*grid_error)(const std::uint8_t* codes, const float* x, int n, float min, float step) = nullptr;
+  // Walsh-Hadamard transform of every `block` consecutive values, in place and not normalised; block is a power of two
+  // that divides n. The same additions in the same tree on every set.
+  void (*hadamard)(float* x, int n, int block) = nullptr;
   // Bits shift..shift+bits-1 of codes[d] (rows of code_stride bytes, index may select them) to and from a plane.
   // `codes` rows must be padded to 16 with zeros for pack; unpack ORs into them.
   void (*pack_plane)(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits,

@@ -44,13 +44,6 @@ HWY_INLINE void StoreQuads(D di, V first, V second, bool wide, std::int32_t* wor
   hn::StoreU(hn::BitCast(di, hn::ConcatEven(d64, quads(second), quads(first))), di, word);
 }
 
-// v at the tile's channels, in the order of the index list; padding is 0.
-inline const float* Gather(const PackArgs& a, const float* v, int padded) {
-  for (int i = 0; i < a.depth; ++i) a.scratch[i] = v[a.index[i]];
-  for (int i = a.depth; i < padded; ++i) a.scratch[i] = 0.0F;
-  return a.scratch;
-}
-
 // The largest |v * step|, as the bits of a float: as integers, magnitudes order as they do as floats, and infinities
 // and NaN come last.
 inline std::int32_t Peak(const float* v, const float* step, int depth) {
@@ -78,9 +71,7 @@ inline std::int32_t Peak(const float* v, const float* step, int depth) {
 }
 
 // Rounds v * step / scale and returns the sum of min * v + mid * rounding error. Integers past `depth` are 0.
-template <bool kMin>
-float RoundVector(const PackArgs& a, const float* v, const float* step, const float* min, int padded, float scale,
-                  std::int32_t* words) {
+inline float RoundVector(const PackArgs& a, const float* v, int padded, float scale, std::int32_t* words) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
@@ -88,13 +79,15 @@ float RoundVector(const PackArgs& a, const float* v, const float* step, const fl
   const auto factor = hn::Set(d, 1.0F / scale);
   const auto rounder = hn::Set(d, kRounder);
   const bool wide = a.wide;
+  const float* step = a.step;
+  const float* min = a.min;
   const float* mid = a.mid;
   auto bias = hn::Zero(d);
   const auto round = [&](const float* vs, const float* steps, const float* mins, int i) HWY_ATTR {
     const auto x = hn::LoadU(d, vs);
     const auto value = hn::Mul(x, hn::LoadU(d, steps));
     const auto rounded = hn::Add(hn::Mul(value, factor), rounder);
-    if constexpr (kMin) bias = hn::MulAdd(x, hn::LoadU(d, mins), bias);
+    bias = hn::MulAdd(x, hn::LoadU(d, mins), bias);
     bias = hn::MulAdd(hn::LoadU(d, mid + i), hn::NegMulAdd(hn::Sub(rounded, rounder), unit, value), bias);
     return hn::BitCast(di, rounded);
   };
@@ -109,7 +102,7 @@ float RoundVector(const PackArgs& a, const float* v, const float* step, const fl
     for (int j = i; j < std::min(i + 2 * lanes, a.depth); ++j) {
       rest[0][j - i] = v[j];
       rest[1][j - i] = step[j];
-      rest[2][j - i] = kMin ? min[j] : 0.0F;
+      rest[2][j - i] = min[j];
     }
     const auto first = round(rest[0], rest[1], rest[2], i);
     const auto second = round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes);
@@ -121,22 +114,9 @@ float RoundVector(const PackArgs& a, const float* v, const float* step, const fl
 void PackX(const PackArgs& a) {
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
-  float listed[2][kMaxDepth];
-  const float* step = a.step;
-  const float* min = a.min;
-  if (a.index != nullptr) {
-    for (int i = 0; i < a.depth; ++i) listed[0][i] = a.step[a.index[i]];
-    for (int i = 0; i < a.depth && min != nullptr; ++i) listed[1][i] = min[a.index[i]];
-    step = listed[0];
-    min = min != nullptr ? listed[1] : nullptr;
-  }
-  const auto vector = [&](int n) HWY_ATTR {
-    const float* v = a.v + n * a.v_stride;
-    return a.index != nullptr ? Gather(a, v, padded) : v;
-  };
   // All peaks first: the reductions and divisions of several vectors overlap.
   for (int n = 0; n < a.vectors; ++n) {
-    const std::int32_t bits = Peak(vector(n), step, a.depth);
+    const std::int32_t bits = Peak(a.v + n * a.v_stride, a.step, a.depth);
     float peak = 0;
     std::memcpy(&peak, &bits, sizeof peak);
     a.scale[n] = bits < 0x7F800000 ? std::max(peak, limit * kFinestX) / limit : std::numeric_limits<float>::quiet_NaN();
@@ -148,9 +128,7 @@ void PackX(const PackArgs& a) {
       a.bias[n] = a.scale[n];
       continue;
     }
-    const float* v = vector(n);
-    a.bias[n] = min != nullptr ? RoundVector<true>(a, v, step, min, padded, a.scale[n], words)
-                               : a.bias[n] + RoundVector<false>(a, v, step, v, padded, a.scale[n], words);
+    a.bias[n] = RoundVector(a, a.v + n * a.v_stride, padded, a.scale[n], words);
   }
 }
 

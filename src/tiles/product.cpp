@@ -197,7 +197,7 @@ struct Program {
   int count = 0;
   Chunk chunks[(kMaxPlanes + 2) * 16];
 
-  explicit Program(const CodeProduct& product) : a(product), cover(product) {
+  explicit Program(const CodeProduct& product) : a(product), cover{product} {
     for (int i = 0; i < a.count; ++i) {
       if (a.vectors <= kFewVectors || cover.is_alone(i)) direct |= std::uint64_t{1} << i;
     }

@@ -22,24 +22,22 @@ void pack_x(const PackArgs& a) {
     float peak = limit * kFinestX;
     bool finite = true;
     for (int d = 0; d < a.depth; ++d) {
-      const int channel = a.index != nullptr ? a.index[d] : d;
-      a.scratch[d] = v[channel] * a.step[channel];
-      finite &= std::isfinite(a.scratch[d]);
-      peak = std::max(peak, std::fabs(a.scratch[d]));
+      const float value = v[d] * a.step[d];
+      finite &= std::isfinite(value);
+      peak = std::max(peak, std::fabs(value));
     }
-    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
+    a.scale[n] = a.bias[n] = std::numeric_limits<float>::quiet_NaN();
+    if (!finite) continue;
+    a.scale[n] = peak / limit;
     const float inverse = 1.0F / a.scale[n];
-    float error = 0;
-    for (int d = 0; d < a.depth && a.min != nullptr; ++d) {
-      const int channel = a.index != nullptr ? a.index[d] : d;
-      error += v[channel] * a.min[channel];
-    }
-    for (int d = 0; d < a.depth && finite; ++d) {
-      const float rounded = std::nearbyint(a.scratch[d] * inverse);
+    float bias = 0;
+    for (int d = 0; d < a.depth; ++d) {
+      const float value = v[d] * a.step[d];
+      const float rounded = std::nearbyint(value * inverse);
       out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
-      error += a.mid[d] * (a.scratch[d] - rounded * a.scale[n]);
+      bias += v[d] * a.min[d] + a.mid[d] * (value - rounded * a.scale[n]);
     }
-    a.bias[n] = !finite ? a.scale[n] : (a.min != nullptr ? error : a.bias[n] + error);
+    a.bias[n] = bias;
   }
 }
 
@@ -168,6 +166,46 @@ void dequantize(const std::uint8_t* codes, int n, float min, float step, float* 
   for (int i = 0; i < n; ++i) x[i] = min + static_cast<float>(codes[i]) * step;
 }
 
+double add_lanes(const double (&lane)[8]) {
+  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+LineSums line_sums(const std::uint8_t* codes, const float* x, int n) {
+  LineSums sums;
+  double value[8] = {};
+  double product[8] = {};
+  for (int i = 0; i < n; ++i) {
+    sums.code += codes[i];
+    sums.code_square += codes[i] * codes[i];
+    value[i % 8] += static_cast<double>(x[i]);
+    product[i % 8] += static_cast<double>(codes[i]) * static_cast<double>(x[i]);
+  }
+  sums.value = add_lanes(value);
+  sums.product = add_lanes(product);
+  return sums;
+}
+
+double grid_error(const std::uint8_t* codes, const float* x, int n, float min, float step) {
+  double error[8] = {};
+  for (int i = 0; i < n; ++i) {
+    const float point = min + static_cast<float>(codes[i]) * step;
+    const double difference = static_cast<double>(x[i]) - static_cast<double>(point);
+    error[i % 8] += difference * difference;
+  }
+  return add_lanes(error);
+}
+
+void hadamard(float* x, int n, int block) {
+  for (int half = 1; half < block; half *= 2) {
+    for (int i = 0; i < n; ++i) {
+      if ((i & half) != 0) continue;
+      const float sum = x[i] + x[i + half];
+      x[i + half] = x[i] - x[i + half];
+      x[i] = sum;
+    }
+  }
+}
+
 void pack_plane(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits, int shift,
                 int rows, int depth, std::byte* plane) {
   std::memset(plane, 0, plane_bytes(bits, rows, depth));
@@ -214,6 +252,9 @@ Kernels scalar_kernels() {
   k.min_max = min_max;
   k.quantize = quantize;
   k.dequantize = dequantize;
+  k.line_sums = line_sums;
+  k.grid_error = grid_error;
+  k.hadamard = hadamard;
   k.pack_plane = pack_plane;
   k.unpack_plane = unpack_plane;
   return k;

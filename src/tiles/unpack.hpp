@@ -83,59 +83,50 @@ inline void UnpackRowBlock(const Unpack& a, int bits, int tiles, bool add) {
   if (bits == 4 && tiles == 1) UnpackBits<4, 1>(a, add);
 }
 
-// How the planes of a product cover its quads. A plane over quads that no earlier one touches stores its codes, one
-// inside an earlier plane adds to them. Anything else (gaps, partial overlaps) works on zeros and adds everywhere.
+// Which quads the planes of a product cover.
 struct Cover {
   const CodeProduct& a;
-  bool regular = true;
 
-  explicit Cover(const CodeProduct& product) : a(product) {
-    int covered = 0;
-    for (int i = 0; i < a.count; ++i) {
-      const bool fresh = is_fresh(i);
-      covered += fresh ? quads(a.planes[i].depth) : 0;
-      regular = regular && (fresh || is_inside(i));
-    }
-    regular = regular && covered == quads(a.x_depth);
-  }
   int first(int i) const { return a.planes[i].first / kQuad; }
   int end(int i) const { return first(i) + quads(a.planes[i].depth); }
   bool touches(int i, int begin, int stop) const { return begin < end(i) && first(i) < stop; }
-  bool is_fresh(int i) const {
-    for (int j = 0; j < i; ++j) {
-      if (touches(j, first(i), end(i))) return false;
+  // Whether a plane before `limit` covers some of the quads.
+  bool covered(int limit, int begin, int stop) const {
+    for (int j = 0; j < limit; ++j) {
+      if (touches(j, begin, stop)) return true;
     }
-    return true;
+    return false;
   }
+  // No other plane has any of this one's quads.
   bool is_alone(int i) const {
     for (int j = i + 1; j < a.count; ++j) {
       if (touches(j, first(i), end(i))) return false;
     }
-    return is_fresh(i);
-  }
-  bool is_inside(int i) const {
-    for (int j = 0; j < i; ++j) {
-      if (first(i) >= first(j) && end(i) <= end(j)) return true;
-    }
-    return false;
+    return !covered(i, first(i), end(i));
   }
 };
 
-// Codes of `tiles` row tiles from tile `first` on, [quad][tile][16 lanes][4], all planes joined but those in `direct`.
-inline void UnpackTiles(const Cover& cover, std::uint64_t direct, int first, int tiles, std::uint8_t* codes) {
+// Codes of `tiles` row tiles from tile `tile` on, [quad][tile][16 lanes][4], all planes joined but those in `direct`,
+// which are alone. Quads without a plane are left as they are.
+inline void UnpackTiles(const Cover& cover, std::uint64_t direct, int tile, int tiles, std::uint8_t* codes) {
   const CodeProduct& a = cover.a;
   const int quad_bytes = tiles * kGroupBytes;
-  if (!cover.regular) std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
   for (int i = 0; i < a.count; ++i) {
     if ((direct >> i & 1) != 0) continue;
     const CodePlane& plane = a.planes[i];
-    const bool add = !cover.regular || !cover.is_fresh(i);
-    for (int tile = first; tile < first + tiles;) {
-      const int block = block_tiles(plane.bits, row_tiles(a.rows) - tile);
-      UnpackRowBlock({plane.plane + block_offset(plane.bits, a.rows, plane.depth, tile), quads(plane.depth),
-                      plane.shift, codes + cover.first(i) * quad_bytes + (tile - first) * kGroupBytes, quad_bytes},
+    // The first plane over a quad stores, later ones add; a plane that is both adds to zeros.
+    const bool add = cover.covered(i, cover.first(i), cover.end(i));
+    for (int quad = cover.first(i); add && quad < cover.end(i); ++quad) {
+      if (!cover.covered(i, quad, quad + 1)) {
+        std::memset(codes + std::ptrdiff_t{quad} * quad_bytes, 0, static_cast<std::size_t>(quad_bytes));
+      }
+    }
+    for (int t = tile; t < tile + tiles;) {
+      const int block = block_tiles(plane.bits, row_tiles(a.rows) - t);
+      UnpackRowBlock({plane.plane + block_offset(plane.bits, a.rows, plane.depth, t), quads(plane.depth), plane.shift,
+                      codes + std::ptrdiff_t{cover.first(i)} * quad_bytes + (t - tile) * kGroupBytes, quad_bytes},
                      plane.bits, block, add);
-      tile += block;
+      t += block;
     }
   }
 }

@@ -20,7 +20,13 @@ struct Rows {
   CacheShape shape;
   std::int64_t tokens = 0;
   std::vector<float> keys, values;
+  std::vector<float> queries = {};  // [tokens][2 * heads][key_dim], or empty
 
+  ConstView query_view(std::int64_t first, std::int64_t count) const {
+    if (queries.empty()) return {};
+    const std::int64_t row = std::int64_t{2} * shape.kv_heads * shape.key_dim;
+    return dense_view(queries.data() + first * row, DType::f32, count, std::int64_t{2} * shape.kv_heads, shape.key_dim);
+  }
   ConstView key_view(std::int64_t first, std::int64_t count) const {
     const std::int64_t row = std::int64_t{shape.kv_heads} * shape.key_dim;
     return dense_view(keys.data() + first * row, DType::f32, count, shape.kv_heads, shape.key_dim);
@@ -39,11 +45,12 @@ struct Rows {
 
 inline Rows make_rows(const CacheShape& shape, std::int64_t tokens, std::uint32_t seed = 1) {
   return {shape, tokens, random_keys(tokens, shape.kv_heads, shape.key_dim, seed),
-          random_floats(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim), seed + 77)};
+          random_floats(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim), seed + 77),
+          random_keys(tokens, 2 * shape.kv_heads, shape.key_dim, seed + 99)};
 }
 
 inline void append(Cache& cache, const Rows& rows, std::int64_t first, std::int64_t count) {
-  cache.append(rows.key_view(first, count), rows.value_view(first, count));
+  cache.append(rows.key_view(first, count), rows.value_view(first, count), rows.query_view(first, count));
 }
 
 inline Cache filled(const std::string& recipe, const Rows& rows) {

@@ -23,6 +23,10 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
   };
   store.write(Side::key, cells, dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim));
   store.write(Side::value, cells, dense_view(values.data(), DType::f32, tokens, shape.kv_heads, shape.value_dim));
+  // Statistics in every open page, then only in those that stay open.
+  store.observe(cells, dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim));
+  EXPECT_NEAR(static_cast<double>(store.bytes().total()), static_cast<double>(held()),
+              0.01 * static_cast<double>(held()));
   store.seal_ready();
   const auto said = [&] { return static_cast<double>(store.bytes().total() + idle_bytes(*pool)); };
   EXPECT_NEAR(said(), static_cast<double>(held()), 0.01 * static_cast<double>(held())) << recipe << " " << tokens;
@@ -37,7 +41,8 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
 
 TEST(Bytes, EqualTheAllocatorsCount) {
   for (const char* recipe :
-       {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64"}) {
+       {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64",
+        "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64"}) {
     check_cache(recipe, {8, 128, 128, DType::f16}, 2048);
     check_cache(recipe, {3, 64, 64, DType::f16}, 1000);
     check_cache(recipe, {2, 80, 112, DType::f32}, 700);
@@ -46,7 +51,7 @@ TEST(Bytes, EqualTheAllocatorsCount) {
 
 // Sealed bytes follow from the layout alone: what `kvant info` estimates is what is allocated (D56).
 TEST(Faults, D56_LayoutPredictsSealedBytes) {
-  for (const char* recipe : {"kivi:k=4,v=4,window=0", "kitty:window=0,sink=0"}) {
+  for (const char* recipe : {"kivi:k=4,v=4,window=0", "kitty:window=0,sink=0", "waterfill:window=0,sink=0,shared=1"}) {
     const CacheShape shape{8, 128, 128, DType::f16};
     Cache cache(parse_recipe(recipe), shape);
     const auto rows = testing::random_floats(std::size_t{1024} * 8 * 128, 3);
@@ -66,7 +71,7 @@ TEST(Bytes, FallAfterTrimAndClear) {
   // The tables of kernel sets and methods are made on first use and stay.
   ASSERT_FALSE(active_kernel().empty());
   ASSERT_EQ(Cache(parse_recipe("kivi"), shape).length(), 0);
-  for (const char* recipe : {"f16", "kivi:window=0", "kitty:sink=4"}) {
+  for (const char* recipe : {"f16", "kivi:window=0", "kitty:sink=4", "waterfill:window=0"}) {
     const std::int64_t before = testing::live_bytes();
     {
       Cache cache(parse_recipe(recipe), shape);

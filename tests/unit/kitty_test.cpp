@@ -3,6 +3,7 @@
 
 #include <random>
 
+#include "cache/tile.hpp"
 #include "methods/method.hpp"
 #include "support/data.hpp"
 
@@ -22,13 +23,14 @@ std::string blocks_of(const Cache& cache) {
   return bytes;
 }
 
+// The channels that lead the stored order: those that the high plane covers.
 std::vector<std::uint16_t> boosted_channels(const Cache& cache, std::int64_t page, int head) {
   const PageLayout& layout = cache.store().layout();
-  const std::byte* at = cache.store().sealed_block(page).data() + static_cast<std::size_t>(head) * layout.head_bytes +
-                        layout.key.index_offset;
-  std::vector<std::uint16_t> index(static_cast<std::size_t>(layout.key.index_count));
-  std::memcpy(index.data(), at, index.size() * sizeof(std::uint16_t));
-  return index;
+  const cache::TileView view(layout, layout.key, cache.store().sealed_block(page).data(), head);
+  std::vector<std::uint16_t> order(static_cast<std::size_t>(layout.key.depth));
+  view.order(order.data());
+  order.resize(static_cast<std::size_t>(layout.key.planes.at(1).depth));
+  return order;
 }
 
 TEST(Kitty, WithoutBoostItIsKiviByteForByte) {
@@ -52,7 +54,7 @@ TEST(Kitty, FullyBoostedItHoldsTheValuesOfKiviWithFourBits) {
     const Cache kitty = filled("kitty:boost=1,v=2,sink=4,window=0", rows);
     const Cache kivi = filled("kivi:k=4,v=2,sink=4,window=0", rows);
     ASSERT_EQ(kitty.counts().sealed_pages, 2);
-    EXPECT_EQ(kitty.store().layout().key.index_count, 0);
+    EXPECT_EQ(kitty.store().layout().key.order_entry, 0);
     for (const Side side : {Side::key, Side::value}) {
       EXPECT_EQ(testing::read_all(kitty.store(), side, 300), testing::read_all(kivi.store(), side, 300)) << dim;
     }
@@ -107,7 +109,8 @@ TEST(Kitty, BoostedChannelsHaveFourBitsTheOthersTwo) {
 
 TEST(Kitty, CountOfBoostedChannelsIsRoundedToNearest) {
   const auto count = [](const char* recipe, int dim) {
-    return make_layout(parse_recipe(recipe), {1, dim, dim, DType::f16}).key.index_count;
+    const TileLayout tile = make_layout(parse_recipe(recipe), {1, dim, dim, DType::f16}).key;
+    return tile.order_entry == 0 ? 0 : tile.planes.at(1).depth;
   };
   EXPECT_EQ(count("kitty:boost=0.25", 80), 20);
   EXPECT_EQ(count("kitty:boost=0.1", 72), 7);
@@ -132,7 +135,6 @@ TEST(Methods, UniformPlanesCoverEveryWidth) {
       EXPECT_TRUE(plane.bits == 1 || plane.bits == 2 || plane.bits == 4);
       EXPECT_EQ(plane.shift, next);
       EXPECT_EQ(plane.depth, 10);
-      EXPECT_FALSE(plane.gathered);
       next += plane.bits;
     }
     EXPECT_EQ(next, width);

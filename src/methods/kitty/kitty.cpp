@@ -13,21 +13,19 @@ int boosted(double boost, int channels) {
   return static_cast<int>(std::lround(boost * channels));
 }
 
-// Ranks channels by mean |k| over the page (paper Eq. 2); ties go to the lower channel. The chosen ones are listed in
-// ascending order, so that the bytes do not depend on how the ranking was computed.
-void choose_loudest(const float* tile, std::int64_t stride, int rows, int depth, int count, std::uint16_t* index) {
-  std::vector<double> loudness(static_cast<std::size_t>(depth));
-  for (int d = 0; d < depth; ++d) {
+// Ranks channels by mean |k| over the page (paper Eq. 2); ties go to the lower channel.
+void boost_loudest(const KeyRecipe& part, const KeyPage& page, std::uint8_t* widths) {
+  std::vector<double> loudness(static_cast<std::size_t>(page.channels()));
+  for (int d = 0; d < page.channels(); ++d) {
     double sum = 0;
-    for (int row = 0; row < rows; ++row) sum += std::fabs(static_cast<double>(tile[d * stride + row]));
+    for (int row = 0; row < page.rows; ++row) sum += std::fabs(static_cast<double>(page.channel(d)[row]));
     loudness[static_cast<std::size_t>(d)] = sum;
   }
-  std::vector<std::uint16_t> order(static_cast<std::size_t>(depth));
-  std::iota(order.begin(), order.end(), std::uint16_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::uint16_t a, std::uint16_t b) { return loudness[a] > loudness[b]; });
-  std::copy_n(order.begin(), count, index);
-  std::sort(index, index + count);
+  std::vector<std::size_t> order(loudness.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return loudness[a] > loudness[b]; });
+  const auto count = static_cast<std::size_t>(boosted(std::get<KittyKeys>(part).boost, page.channels()));
+  for (std::size_t i = 0; i < order.size(); ++i) widths[order[i]] = i < count ? 4 : 2;
 }
 
 KeySide keys() {
@@ -42,14 +40,13 @@ KeySide keys() {
   side.bits = [](const KeyRecipe&) { return std::string(); };
   side.options_text = [](const KeyRecipe& part) { return "boost=" + number_text(std::get<KittyKeys>(part).boost); };
   side.validate = [](const KeyRecipe& part) { check_number("boost", std::get<KittyKeys>(part).boost, 0, 1); };
-  side.planes = [](const KeyRecipe& part, int channels) {
-    std::vector<PlaneSpec> planes = uniform_planes(2, channels);
-    const int count = boosted(std::get<KittyKeys>(part).boost, channels);
-    // With every channel boosted the list would say nothing: the high plane covers all of them.
-    if (count > 0) planes.push_back({2, 2, count, count < channels});
-    return planes;
+  side.tile = [](const KeyRecipe& part, TileSpec& spec) {
+    spec.planes = uniform_planes(2, spec.depth);
+    const int count = boosted(std::get<KittyKeys>(part).boost, spec.depth);
+    if (count > 0) spec.planes.push_back({2, 2, count});
+    spec.sorted = count > 0 && count < spec.depth;  // else all channels are alike
   };
-  side.choose = choose_loudest;
+  side.choose_widths = boost_loudest;
   return side;
 }
 

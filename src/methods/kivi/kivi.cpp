@@ -21,8 +21,8 @@ KeySide keys() {
     return true;
   };
   side.validate = [](const KeyRecipe& part) { check_number("k", std::get<KiviKeys>(part).bits, 1, 8); };
-  side.planes = [](const KeyRecipe& part, int channels) {
-    return uniform_planes(std::get<KiviKeys>(part).bits, channels);
+  side.tile = [](const KeyRecipe& part, TileSpec& spec) {
+    spec.planes = uniform_planes(std::get<KiviKeys>(part).bits, spec.depth);
   };
   return side;
 }
@@ -36,8 +36,8 @@ ValueSide values() {
     return true;
   };
   side.validate = [](const ValueRecipe& part) { check_number("v", std::get<KiviValues>(part).bits, 1, 8); };
-  side.planes = [](const ValueRecipe& part, int tokens) {
-    return uniform_planes(std::get<KiviValues>(part).bits, tokens);
+  side.tile = [](const ValueRecipe& part, TileSpec& spec) {
+    spec.planes = uniform_planes(std::get<KiviValues>(part).bits, spec.depth);
   };
   return side;
 }

@@ -1,0 +1,110 @@
+// Reopening pages: planes and endpoints back to rows.
+#include <algorithm>
+#include <cstring>
+
+#include "base/half.hpp"
+#include "cache/page.hpp"
+#include "cache/tile.hpp"
+#include "tiles/kernels.hpp"
+
+namespace kvant::cache {
+
+using tiles::kernels;
+
+namespace {
+
+// Copies token `from` of one rows buffer to token `to` of another.
+void copy_token(const CacheShape& shape, const RowsLayout& source, const std::byte* from, int from_token,
+                const RowsLayout& target, std::byte* to, int to_token) {
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    for (int d = 0; d < shape.key_dim; ++d) {
+      std::memcpy(to + target.key_at(head, d, to_token), from + source.key_at(head, d, from_token), source.element);
+    }
+    std::memcpy(to + target.value_at(head, 0, to_token), from + source.value_at(head, 0, from_token),
+                static_cast<std::size_t>(shape.value_dim) * source.element);
+  }
+}
+
+// Errors of rotated values add up when they are rotated back: next to the end of the type's range they could leave it.
+void clamp_to(DType dtype, std::vector<float>& values) {
+  const float limit = base::largest_stored(dtype);
+  for (float& value : values) value = std::clamp(value, -limit, limit);
+}
+
+}  // namespace
+
+ExactRows copy_exact(const CacheShape& shape, int page_tokens, const std::byte* open, const CellSet& which) {
+  ExactRows exact;
+  for (int cell = 0; cell < page_tokens; ++cell) {
+    if (which[static_cast<std::size_t>(cell)]) exact.cells.push_back(static_cast<std::uint8_t>(cell));
+  }
+  if (exact.cells.empty()) return exact;
+  exact.cells.shrink_to_fit();
+  exact.capacity = base::round_up(static_cast<int>(exact.cells.size()), tiles::kLanes);
+  const RowsLayout source(shape, page_tokens);
+  const RowsLayout target(shape, exact.capacity);
+  exact.rows = base::allocate_zeroed(target.bytes);
+  for (std::size_t i = 0; i < exact.cells.size(); ++i) {
+    copy_token(shape, source, open, exact.cells[i], target, exact.rows.get(), static_cast<int>(i));
+  }
+  return exact;
+}
+
+void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step) {
+  const TileLayout& tile = *view.tile;
+  kernels().widen(view.grid + tile.min_offset, dtype, min, tile.depth);
+  kernels().widen(view.grid + tile.max_offset, dtype, step, tile.depth);
+  for (int i = 0; i < tile.depth; ++i) step[i] = tiles::grid_step(min[i], step[i], levels[i]);
+}
+
+void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, const std::byte* block, int head,
+                 float* out) {
+  const TileView view(layout, tile, block, head);
+  const auto depth = static_cast<std::size_t>(tile.depth);
+  const std::int64_t stride = base::round_up(tile.rows, tiles::kLanes);
+  std::vector<std::uint8_t> codes(depth * static_cast<std::size_t>(stride));
+  for (const PlaneLayout& plane : view.planes.span()) {
+    kernels().unpack_plane(view.head_block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth, nullptr,
+                           codes.data() + plane.first * stride, stride);
+  }
+  std::vector<std::uint16_t> order(depth);
+  std::vector<int> levels(depth);
+  std::vector<float> min(depth), step(depth), max(depth);
+  view.order(order.data());
+  view.levels(levels.data());
+  load_grid(view, dtype, levels.data(), min.data(), step.data());
+  kernels().widen(view.grid + tile.max_offset, dtype, max.data(), tile.depth);
+  for (std::size_t i = 0; i < depth; ++i) {
+    float* row = out + order[i] * stride;
+    const std::uint8_t* code = codes.data() + static_cast<std::ptrdiff_t>(i) * stride;
+    kernels().dequantize(code, tile.rows, min[i], step[i], row);
+    // min + levels * step may miss max by a rounding in binary32; sealing the page again must find the same endpoints.
+    for (int r = 0; r < tile.rows; ++r) {
+      if (code[r] == levels[i]) row[r] = max[i];
+    }
+    if (tile.rotation > 1) kernels().hadamard(row, tile.rows, tile.rotation);
+  }
+}
+
+void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
+                 std::byte* open) {
+  const RowsLayout rows(shape, recipe.page);
+  const int value_stride = base::round_up(shape.value_dim, tiles::kLanes);
+  std::vector<float> keys(static_cast<std::size_t>(shape.key_dim) * static_cast<std::size_t>(recipe.page));
+  std::vector<float> values(static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(value_stride));
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    decode_tile(layout, layout.key, shape.dtype, page.block.get(), head, keys.data());
+    decode_tile(layout, layout.value, shape.dtype, page.block.get(), head, values.data());
+    if (layout.value.rotation > 1) clamp_to(shape.dtype, values);
+    kernels().narrow(keys.data(), open + rows.key_at(head, 0, 0), shape.dtype, static_cast<std::int64_t>(keys.size()));
+    kernels().narrow(values.data(), open + rows.value_at(head, 0, 0), shape.dtype,
+                     static_cast<std::int64_t>(values.size()));
+  }
+  if (page.exact.cells.empty()) return;
+  const RowsLayout source(shape, page.exact.capacity);
+  for (std::size_t i = 0; i < page.exact.cells.size(); ++i) {
+    copy_token(shape, source, page.exact.rows.get(), static_cast<int>(i), rows, open, page.exact.cells[i]);
+  }
+}
+
+}  // namespace kvant::cache

@@ -1,0 +1,55 @@
+// A tile as one sealed page has it: where its planes are, which widths its depth indices have, its grid and its order.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvant/layout.hpp"
+
+namespace kvant::cache {
+
+constexpr int kMaxPlanes = 4;
+
+// Where the widths differ, depth indices are stored by width in this order: then the 4-bit codes or upper parts of
+// (6, 4, 5), the single bits of (5, 1, 3) and the 2-bit codes or upper parts of (3, 2) are one plane each, and only those
+// of 6 need a plane of their own. One 1-bit plane means that at most one of its fours lacks a partner in a word group.
+// Bit 0 of a code belongs to the odd widths; codes of even width are stored times two, their step is half as long.
+constexpr std::array<int, 6> kWidthOrder = {6, 4, 5, 1, 3, 2};
+
+// Place of a width in kWidthOrder.
+int width_class(int width);
+
+struct TilePlanes {
+  int count = 0;
+  std::array<PlaneLayout, kMaxPlanes> planes;
+
+  std::span<const PlaneLayout> span() const { return {planes.data(), static_cast<std::size_t>(count)}; }
+};
+
+// The planes of a tile with own widths, from its counts of fours per class; offsets start at `offset`.
+TilePlanes place_planes(const std::array<int, 6>& counts, int rows, std::size_t offset);
+// Bytes that no counts whose widths sum to at most `budget` exceed.
+std::size_t most_plane_bytes(int budget, int rows);
+
+// One page's tile of one head.
+struct TileView {
+  const TileLayout* tile = nullptr;
+  const std::byte* head_block = nullptr;
+  const std::byte* grid = nullptr;  // what min_offset and max_offset count from
+  TilePlanes planes;
+
+  TileView(const PageLayout& layout, const TileLayout& tile, const std::byte* block, int head);
+
+  // The largest code per stored depth index: the bits that its planes hold.
+  void levels(int* out) const;
+  // The channel (or token) of each stored depth index.
+  void order(std::uint16_t* out) const;
+  bool in_order() const { return tile->order_entry == 0; }
+};
+
+// Counts of a tile with own widths, as stored.
+std::array<int, 6> read_counts(const TileLayout& tile, const std::byte* head_block);
+
+}  // namespace kvant::cache

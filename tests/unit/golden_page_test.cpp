@@ -1,0 +1,65 @@
+// One sealed page per recipe, byte for byte as it was first written: tests/data/pages/NAME.page. A change here is a change
+// of the format (docs/format.md) or of what an encoder decides.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <iterator>
+
+#include "support/data.hpp"
+
+namespace kvant {
+namespace {
+
+struct Golden {
+  const char* name;
+  const char* recipe;
+  bool queries;
+};
+
+const Golden kGolden[] = {
+    {"kivi", "kivi:k=3,v=2,page=32,window=0,sink=0", false},
+    {"kitty", "kitty:boost=0.25,v=2,page=32,window=0,sink=2", false},
+    {"waterfill", "waterfill:k=2.5,v=2,page=64,window=0,sink=4", true},
+    {"waterfill-blind", "waterfill:k=3,v=3,low=1,high=6,shared=1,page=32,window=0,sink=0", false},
+    {"waterfill-range", "waterfill:k=4,v=4,low=2,high=6,grid=range,vgrid=range,rotate=0,page=32,window=0,sink=0", true},
+};
+
+// Whole numbers, so that the data do not depend on any library's random generator; louder channels further on.
+std::vector<float> whole_numbers(std::size_t count, std::size_t channels) {
+  std::vector<float> values(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto value = static_cast<float>((i * i * 7 + i * 3 + i / 64) % 61) - 30.0F;
+    values[i] = value * static_cast<float>(1 + i % channels % 5 * (i % channels / 5));
+  }
+  return values;
+}
+
+std::vector<std::byte> page_of(const Golden& golden) {
+  const CacheShape shape{2, 24, 16, DType::f16};
+  Cache cache(parse_recipe(golden.recipe), shape);
+  const std::int64_t tokens = cache.recipe().page;
+  const auto keys = whole_numbers(static_cast<std::size_t>(tokens * 2 * 24), 24);
+  const auto values = whole_numbers(static_cast<std::size_t>(tokens * 2 * 16), 16);
+  const auto queries = whole_numbers(static_cast<std::size_t>(tokens * 6 * 24), 7);
+  cache.append(dense_view(keys.data(), DType::f32, tokens, 2, 24), dense_view(values.data(), DType::f32, tokens, 2, 16),
+               golden.queries ? dense_view(queries.data(), DType::f32, tokens, 6, 24) : ConstView());
+  const auto block = cache.store().sealed_block(0);
+  return {block.begin(), block.end()};
+}
+
+TEST(GoldenPage, EveryRecipeWritesTheBytesItAlwaysWrote) {
+  for (const Golden& golden : kGolden) {
+    std::ifstream file(std::string(KVANT_TEST_DATA) + "/pages/" + golden.name + ".page", std::ios::binary);
+    ASSERT_TRUE(file.is_open()) << golden.name;
+    const std::vector<char> expected((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    for (const std::string& set : kernel_names()) {
+      const testing::ForcedKernel forced(set);
+      const std::vector<std::byte> page = page_of(golden);
+      ASSERT_EQ(page.size(), expected.size()) << golden.name;
+      EXPECT_EQ(std::memcmp(page.data(), expected.data(), page.size()), 0) << golden.name << " " << set;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant
