@@ -92,7 +92,7 @@ struct CodeProduct {
   Start start = Start::add;
   const float* alpha = nullptr;  // [vectors]
   const float* bias = nullptr;   // [vectors]
-  Ahead ahead;
+  Ahead ahead = {};
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.
@@ -107,7 +107,7 @@ struct RowProduct {
   int vectors = 0;
   float* out = nullptr;
   std::int64_t out_stride = 0;
-  Ahead ahead;
+  Ahead ahead = {};
 };
 
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.

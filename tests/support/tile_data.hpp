@@ -99,7 +99,20 @@ inline std::vector<float> multiply(const tiles::Kernels& set, Plane& plane, int 
   const int stride = base::round_up(rows, tiles::kLanes);
   std::vector<float> out(static_cast<std::size_t>(vectors * stride), start);
   const tiles::CodePlane whole{plane.data(), bits, 0, 0, depth};
-  set.multiply_codes({&whole, 1, rows, x.words.data(), depth, vectors, wide, factor.data(), out.data(), stride});
+  set.multiply_codes({&whole,
+                      1,
+                      rows,
+                      x.words.data(),
+                      depth,
+                      vectors,
+                      wide,
+                      factor.data(),
+                      out.data(),
+                      stride,
+                      tiles::Start::add,
+                      nullptr,
+                      nullptr,
+                      {}});
   return out;
 }
 

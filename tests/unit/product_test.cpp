@@ -151,8 +151,20 @@ void check_planes(const tiles::Kernels& set, const Codes& codes, const Planes& p
   const PackedX x = testing::pack_x(set, v, vectors, codes.depth,
                                     std::vector<float>(static_cast<std::size_t>(codes.depth), 1.0F), wide, 0);
   std::vector<float> out(static_cast<std::size_t>(vectors * codes.stride), 1.5F);
-  set.multiply_codes({planes.list.data(), static_cast<int>(planes.list.size()), codes.rows, x.words.data(), codes.depth,
-                      vectors, wide, factor.data(), out.data(), codes.stride});
+  set.multiply_codes({planes.list.data(),
+                      static_cast<int>(planes.list.size()),
+                      codes.rows,
+                      x.words.data(),
+                      codes.depth,
+                      vectors,
+                      wide,
+                      factor.data(),
+                      out.data(),
+                      codes.stride,
+                      tiles::Start::add,
+                      nullptr,
+                      nullptr,
+                      {}});
   ASSERT_EQ(out, int64_reference(codes, v, vectors, factor, 1.5F))
       << codes.rows << " x " << codes.depth << ", " << vectors << " vectors, wide " << wide;
 }
@@ -229,7 +241,20 @@ TEST_P(Product, LargestEightBitSumsAreExact) {
       const std::vector<float> v(static_cast<std::size_t>(depth), sign * tiles::kWideMax);
       const PackedX x = testing::pack_x(set, v, 1, depth, std::vector<float>(v.size(), 1.0F), true, 0);
       std::vector<float> out(16, 0.0F);
-      set.multiply_codes({planes.list.data(), 2, 16, x.words.data(), depth, 1, true, x.scale.data(), out.data(), 16});
+      set.multiply_codes({planes.list.data(),
+                          2,
+                          16,
+                          x.words.data(),
+                          depth,
+                          1,
+                          true,
+                          x.scale.data(),
+                          out.data(),
+                          16,
+                          tiles::Start::add,
+                          nullptr,
+                          nullptr,
+                          {}});
       for (const float sum : out) ASSERT_NEAR(sum, sign * 255.0 * 32639.0 * depth, 1024.0) << depth;
     }
   }
@@ -311,7 +336,7 @@ TEST_P(Product, RowsEqualFp64) {
         const std::vector<std::byte> bytes = testing::as_type(tile, type);
         const std::vector<float> v = testing::random_floats(static_cast<std::size_t>(vectors * depth), 6);
         std::vector<float> out(static_cast<std::size_t>(vectors * padded), 2.0F);
-        set.multiply_rows({bytes.data(), type, padded, rows, depth, v.data(), depth, vectors, out.data(), padded});
+        set.multiply_rows({bytes.data(), type, padded, rows, depth, v.data(), depth, vectors, out.data(), padded, {}});
         for (int n = 0; n < vectors; ++n) {
           for (int row = 0; row < rows; ++row) {
             double sum = 2, magnitude = 2;
