@@ -41,8 +41,8 @@ struct TileLayout {
   std::size_t counts_offset = 0;
   int low = 0;  // widths of a page, low..high
   int high = 0;
-  int budget = 0;    // sum of the widths of all fours
-  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  int budget = 0;              // sum of the widths of all fours
+  int rotation = 1;            // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
   bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
 };
 

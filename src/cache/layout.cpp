@@ -39,8 +39,8 @@ std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset
   tile.high = spec.high;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
-  offset = spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows)
-                           : add_fixed_planes(spec, offset, tile);
+  offset =
+      spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows) : add_fixed_planes(spec, offset, tile);
   tile.plane_bytes = offset - tile.plane_offset;
   const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(dtype);
   std::size_t& grid = spec.shared_grid ? shared : offset;
@@ -73,8 +73,7 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   }
   std::size_t shared = 0;  // from the end of the heads' blocks
   const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape.dtype, 0, shared, layout.key);
-  layout.head_bytes =
-      place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
+  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {
     if (!tile->shared_grid) continue;
