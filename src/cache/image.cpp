@@ -126,7 +126,7 @@ void load_query(PageStore::Impl& impl, Page& page, std::size_t token, Reader& in
   if (in.get<std::uint8_t>() == 0) return;
   const std::size_t count = impl.query_sums.size();
   const std::byte* data = in.take(count * sizeof(std::uint16_t));
-  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(impl.query_bytes() / sizeof(std::uint16_t));
+  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
   std::uint16_t* cell = impl.query_cell(page, token);
   std::memcpy(cell, data, count * sizeof *cell);
   constexpr std::uint16_t kInfinity = 0x7F80;

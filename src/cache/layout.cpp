@@ -66,6 +66,10 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   check_extent("value_dim", shape.value_dim, 1024);
   PageLayout layout;
   layout.open_bytes = cache::RowsLayout(shape, recipe.page).bytes;
+  if (catalog::uses_queries(recipe)) {
+    layout.query_bytes = static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(shape.kv_heads) *
+                         static_cast<std::size_t>(shape.key_dim) * sizeof(std::uint16_t);
+  }
   layout.exact_bytes_per_16 = cache::RowsLayout(shape, 16).bytes;
   if (!recipe.quantizes()) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));

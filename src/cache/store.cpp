@@ -296,7 +296,7 @@ StoreBytes PageStore::bytes() const {
                  impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
   for (const Page& page : impl_->pages) {
     if (page.open) bytes.open += impl_->rows.bytes;
-    if (page.queries) bytes.tables += impl_->query_bytes();
+    if (page.queries) bytes.tables += impl_->layout.query_bytes;
     if (!page.sealed) continue;
     bytes.sealed += impl_->layout.page_bytes;
     bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it

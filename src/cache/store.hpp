@@ -72,9 +72,6 @@ struct PageStore::Impl {
   std::uint16_t* query_cell(cache::Page& page, std::size_t token) const {
     return page.queries.get() + token * query_sums.size();
   }
-  std::size_t query_bytes() const {  // of a page
-    return static_cast<std::size_t>(tokens()) * query_sums.size() * sizeof(std::uint16_t);
-  }
   std::unique_ptr<std::uint16_t[]> copy_queries(const cache::Page& page) const;
   void count_queries(cache::Page* page, std::size_t token, const std::vector<double>& sums);
   void copy_query_cells(const cache::Page& from, std::int64_t first, std::int64_t to, std::int64_t count);

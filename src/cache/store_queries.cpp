@@ -76,8 +76,8 @@ std::vector<std::vector<double>> PageStore::Impl::sums_at(std::span<const std::i
 
 std::unique_ptr<std::uint16_t[]> PageStore::Impl::copy_queries(const Page& page) const {
   if (!page.queries) return nullptr;
-  auto copy = std::make_unique<std::uint16_t[]>(query_bytes() / sizeof(std::uint16_t));
-  std::memcpy(copy.get(), page.queries.get(), query_bytes());
+  auto copy = std::make_unique<std::uint16_t[]>(layout.query_bytes / sizeof(std::uint16_t));
+  std::memcpy(copy.get(), page.queries.get(), layout.query_bytes);
   return copy;
 }
 
@@ -86,7 +86,7 @@ void PageStore::Impl::copy_query_cells(const Page& from, std::int64_t first, std
   if (!from.has_queries()) return;
   Page& page = pages[static_cast<std::size_t>(to / tokens())];
   if (!page.open) return;
-  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(query_bytes() / sizeof(std::uint16_t));
+  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(layout.query_bytes / sizeof(std::uint16_t));
   for (std::int64_t i = 0; i < count; ++i) {
     const auto source = static_cast<std::size_t>(first + i);
     const auto target = static_cast<std::size_t>(to % tokens() + i);
@@ -117,7 +117,7 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
   for (const std::int64_t cell : cells) {  // all memory is there before the first change
     Page& page = impl.pages[static_cast<std::size_t>(cell / impl.tokens())];
     if (page.open && !page.queries) {
-      page.queries = std::make_unique<std::uint16_t[]>(impl.query_bytes() / sizeof(std::uint16_t));
+      page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
     }
   }
   const std::int64_t last = queries.extent[1] - 1;
