@@ -47,7 +47,7 @@ class QueryBlock {
   const float* output(int vector) const { return plain_.values + vector * output_stride_; }
 
  private:
-  void fetch_page(std::int64_t page) const;
+  void look_ahead(std::int64_t page);
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
@@ -59,11 +59,11 @@ class QueryBlock {
   void mix_page(const Page& page, int cells);
   void mix_exact(const ExactRows& exact);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
-                     float* out, std::int64_t out_stride);
+                     float* out, std::int64_t out_stride, tiles::Ahead ahead = {});
   // Rounds v * step to integers in the tile's stored order; bias_ gets v * min and the rounding.
   void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
-  // out += the tile times what pack_tile packed
-  void multiply_tile(const TileView& view, float* out, std::int64_t out_stride);
+  // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
+  void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
   // v of every vector in the tile's order.
   const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
 
@@ -75,6 +75,8 @@ class QueryBlock {
   };
   // Rescales `to` by what it owes and the page's alpha and adds bias_; the other sum goes on owing alpha.
   void rescale(Mixed& to, Mixed& other);
+  // The same without touching values: alpha_ becomes what `to` must be multiplied by.
+  void settle(Mixed& to, Mixed& other);
 
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;
@@ -101,12 +103,13 @@ class QueryBlock {
   float* min_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
   float* mid_ = nullptr;
-  float* scratch_ = nullptr;
   int* levels_ = nullptr;
   std::uint16_t* order_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
   float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
   float* mask_ = nullptr;      // [vectors][page]
+  tiles::Ahead ahead_key_;     // of the next page
+  tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
   float* x_scale_ = nullptr;  // [vectors]

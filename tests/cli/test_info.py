@@ -34,8 +34,11 @@ def test_machine(kvant):
     result = json.loads(kvant("info", "--json").stdout)
     assert result["kernel"] in result["kernels"] and result["kernels"][-1] == "scalar"
     assert {"f16", "kivi", "kitty"} <= {method["name"] for method in result["methods"]}
+    assert [preset["name"] for preset in result["presets"]] == ["small", "balanced", "near-lossless"]
     for method in result["methods"]:
         assert method["default_recipe"] in text
+    for preset in result["presets"]:
+        assert preset["recipe"] in text
 
 
 def test_forced_kernel(kvant):

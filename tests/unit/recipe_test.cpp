@@ -71,6 +71,20 @@ TEST(Recipe, SidesCombineFreely) {
   EXPECT_EQ(to_text(parse_recipe("k=f16,v=f16")), "f16");
 }
 
+TEST(Recipe, PresetsAreRecipesThatOptionsMayChange) {
+  std::vector<std::string> names;
+  for (const PresetInfo& preset : presets()) {
+    names.push_back(preset.name);
+    EXPECT_EQ(to_text(parse_recipe(preset.name)), preset.recipe);
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"small", "balanced", "near-lossless"}));
+  Recipe changed = parse_recipe("small");
+  changed.sink = 0;
+  std::get<WaterfillKeys>(changed.key).bits = 2.25;
+  EXPECT_EQ(parse_recipe("small:sink=0,k=2.25"), changed);
+  EXPECT_NO_THROW(parse_recipe(kDefaultRecipe));
+}
+
 TEST(Recipe, LayersHaveTheirOwnRecipes) {
   const LayerRecipes layers = parse_layer_recipes("layers=0-1:kivi:k=8,sink=4,3:f16,*:kitty:boost=0.5");
   ASSERT_EQ(layers.rules.size(), 3U);
@@ -101,7 +115,7 @@ TEST(Recipe, BadLayersAreNamedInTheError) {
       {"layers=10000:kivi,*:kivi", {"'10000'"}},
       {"layers=1x:kivi,*:kivi", {"'1x'"}},
       {"layers=1:kiwi,*:kivi", {"'kiwi'"}},
-      {"layers=1:,*:kivi", {"method ''"}},
+      {"layers=1:,*:kivi", {"recipe ''"}},
   };
   for (const Bad& bad : cases) {
     SCOPED_TRACE(bad.text);
@@ -125,7 +139,7 @@ TEST(Recipe, BadTextIsNamedInTheError) {
     std::vector<std::string> parts;
   };
   const Bad cases[] = {
-      {"", {"method ''", "kivi", "kitty", "f16"}},
+      {"", {"recipe ''", "kivi", "kitty", "f16", "balanced"}},
       {"kiwi", {"'kiwi'", "kivi"}},
       {"Kivi", {"'Kivi'"}},
       {" kivi", {"' kivi'"}},
