@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "exact/head_rows.hpp"
+
 namespace kvant::exact {
 namespace {
 
@@ -18,24 +20,24 @@ void round_to(DType type, float* x, std::int64_t n, std::vector<std::uint16_t>& 
 }  // namespace
 
 void Block::read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const {
-  decode(head, first, count, out, stride);
+  decode(head, first, {row_pointers<float, void*>(out, count, stride).data(), count, DType::f32});
   std::vector<std::uint16_t> scratch;
   for (std::int64_t r = 0; r < count; ++r) round_to(shape_.type, out + r * stride, shape_.dim, scratch);
 }
 
 void Block::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out, std::int64_t at) const {
-  const bool rounds_once = out.type == shape_.type;
+  const auto target = [&](std::int64_t r) { return row_of(out, head / shape_.heads, head % shape_.heads, at + r); };
+  if (out.type == shape_.type && out.stride[3] == 1) {
+    std::vector<void*> rows(static_cast<std::size_t>(count));
+    for (std::int64_t r = 0; r < count; ++r) rows[static_cast<std::size_t>(r)] = target(r).start();
+    decode(head, first, {rows.data(), count, out.type});
+    return;
+  }
   std::vector<float> rows(static_cast<std::size_t>(std::min(kRowsAtOnce, count) * shape_.dim));
   for (std::int64_t done = 0; done < count; done += kRowsAtOnce) {
     const std::int64_t n = std::min(kRowsAtOnce, count - done);
-    if (rounds_once) {
-      decode(head, first + done, n, rows.data(), shape_.dim);
-    } else {
-      read(head, first + done, n, rows.data(), shape_.dim);
-    }
-    for (std::int64_t r = 0; r < n; ++r) {
-      row_of(out, head / shape_.heads, head % shape_.heads, at + done + r).store(rows.data() + r * shape_.dim);
-    }
+    read(head, first + done, n, rows.data(), shape_.dim);
+    for (std::int64_t r = 0; r < n; ++r) target(done + r).store(rows.data() + r * shape_.dim);
   }
 }
 
@@ -61,9 +63,7 @@ void RowBlock::copy(std::int64_t head, std::int64_t at, const ConstArray& x, std
   }
   const std::int64_t together = x.stride[2] == shape().dim ? count : 1;  // rows that follow each other in x
   for (std::int64_t r = 0; r < count; r += together) {
-    const auto* bytes =
-        static_cast<const std::byte*>(x.data) + source(r).first * static_cast<std::int64_t>(size_of(x.type));
-    std::memcpy(row(head, at + r), bytes, static_cast<std::size_t>(together) * shape().row_bytes());
+    std::memcpy(row(head, at + r), source(r).start(), static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
@@ -75,16 +75,18 @@ void RowBlock::store(std::int64_t head, std::int64_t first, std::int64_t count, 
   }
   const std::int64_t together = out.stride[2] == shape().dim ? count : 1;  // rows that follow each other in out
   for (std::int64_t r = 0; r < count; r += together) {
-    const Row target = row_of(out, head / shape().heads, head % shape().heads, at + r);
-    auto* bytes = static_cast<std::byte*>(out.data) + target.first * static_cast<std::int64_t>(size_of(out.type));
-    std::memcpy(bytes, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
+    void* target = row_of(out, head / shape().heads, head % shape().heads, at + r).start();
+    std::memcpy(target, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
-void RowBlock::decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-                      std::int64_t stride) const {
-  for (std::int64_t r = 0; r < count; ++r) {
-    tiles::kernels().widen(row(head, first + r), shape().type, out + r * stride, shape().dim);
+void RowBlock::decode(std::int64_t head, std::int64_t first, const Rows& out) const {
+  for (std::int64_t r = 0; r < out.count; ++r) {
+    if (out.type == shape().type) {
+      std::memcpy(out.row[r], row(head, first + r), shape().row_bytes());
+    } else {  // to float: read() asks for nothing else
+      tiles::kernels().widen(row(head, first + r), shape().type, static_cast<float*>(out.row[r]), shape().dim);
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/aligned.hpp"
 #include "base/threads.hpp"
+#include "exact/columns.hpp"
 #include "exact/elements.hpp"
 
 namespace kvant::exact {
@@ -43,9 +44,8 @@ class Block {
   virtual std::size_t bytes() const = 0;
 
  protected:
-  // As read, before the rounding to the cache's type.
-  virtual void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-                      std::int64_t stride) const = 0;
+  // Rows first..first+out.count-1 in out's type, rounded once.
+  virtual void decode(std::int64_t head, std::int64_t first, const Rows& out) const = 0;
 
  private:
   SideShape shape_;
@@ -67,8 +67,7 @@ class RowBlock final : public Block {
   std::size_t bytes() const override { return sizeof(RowBlock) + data_bytes_; }
 
  protected:
-  void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-              std::int64_t stride) const override;
+  void decode(std::int64_t head, std::int64_t first, const Rows& out) const override;
 
  private:
   std::byte* row(std::int64_t head, std::int64_t token) const {
