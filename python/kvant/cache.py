@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar
 
-from ._arrays import Kind, read_floats
+from ._arrays import Kind, Result, read_floats
 from .config import to_core
 from .errors import Error, QuantizerConfigError
 
@@ -110,10 +110,10 @@ class ReferenceCache:
         assert self._shape is not None and self._kinds is not None
         batch, heads, key_dim, value_dim = self._shape
         tokens = self._core.offset
-        keys, key_target = self._kinds[0].empty((batch, heads, tokens, key_dim), self._dtypes[0])
-        values, value_target = self._kinds[1].empty((batch, heads, tokens, value_dim), self._dtypes[1])
-        self._core.fetch(key_target, value_target, 0)
-        return keys, values
+        shapes = (batch, heads, tokens, key_dim), (batch, heads, tokens, value_dim)
+        keys, values = Result.pair(self._kinds, shapes, self._dtypes)
+        self._core.fetch(keys.target, values.target, 0)
+        return keys.array, values.array
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` at first."""
