@@ -35,6 +35,10 @@ class Kind(Protocol):
     def empty(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
         """For each shape a new array and what ``kvant._core`` writes in its place; their contents are undefined."""
 
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        """An array of uint8 with the contents of ``data``."""
+
 
 class _NumPy:
     @staticmethod
@@ -64,6 +68,10 @@ class _NumPy:
             arrays = [array.view(bfloat16) for array in arrays]
         return list(zip(arrays, made))
 
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        return data
+
 
 class _Mlx:
     @staticmethod
@@ -90,6 +98,12 @@ class _Mlx:
         mx.eval(made)
         return [(array, _Mlx.view(array)) for array in made]
 
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        import mlx.core as mx
+
+        return mx.array(data)
+
 
 class _Torch:
     @staticmethod
@@ -107,6 +121,17 @@ class _Torch:
 
         made = [_core.allocate(shape, dtype) for shape in shapes]
         return [(torch.from_dlpack(memory), memory) for memory in made]
+
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(data.copy())
+
+
+def default_kind() -> type[Kind]:
+    """The framework of an answer to no argument: mlx where the program uses it."""
+    return _Mlx if "mlx.core" in sys.modules else _NumPy
 
 
 class Result:

@@ -17,7 +17,17 @@ void round_to(DType type, float* x, std::int64_t n, std::vector<std::uint16_t>& 
   tiles::kernels().widen(scratch.data(), type, x, n);
 }
 
+constexpr std::int64_t kMaxExtent = std::int64_t{1} << 20;  // of batch, heads and channels in an image
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
+
 }  // namespace
+
+void SideShape::transfer(Archive& archive) {
+  archive.number("batch", batch, 0, kMaxExtent);
+  archive.number("heads", heads, batch == 0 ? 0 : 1, kMaxExtent);
+  archive.number("channels", dim, batch == 0 ? 0 : 1, kMaxExtent);
+  archive.type(type);
+}
 
 void Block::read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const {
   decode(head, first, {row_pointers<float, void*>(out, count, stride).data(), count, DType::f32});
@@ -77,6 +87,12 @@ void RowBlock::store(std::int64_t head, std::int64_t first, std::int64_t count, 
   for (std::int64_t r = 0; r < count; r += together) {
     void* target = row_of(out, head / shape().heads, head % shape().heads, at + r).start();
     std::memcpy(target, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
+  }
+}
+
+void RowBlock::transfer(Archive& archive) {
+  for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+    archive.bytes(row(head, 0), static_cast<std::size_t>(tokens()) * shape().row_bytes());
   }
 }
 
@@ -142,6 +158,40 @@ void Sequence::fetch(const Array& out, std::int64_t first, int threads) const {
       block.store(head, from, n, out, at);
     });
   });
+}
+
+void Sequence::transfer(Archive& archive, const MakePacked& make_packed) {
+  shape_.transfer(archive);
+  auto count = static_cast<std::int64_t>(blocks_.size());
+  archive.number("blocks", count, 0, kMaxTokens);
+  archive.require(count == 0 || shape_.batch > 0, "blocks without a shape");
+  for (std::int64_t i = 0; i < count; ++i) {
+    Block* block = archive.reads() ? nullptr : blocks_[static_cast<std::size_t>(i)].get();
+    std::uint8_t holds_rows = dynamic_cast<RowBlock*>(block) != nullptr ? 1 : 0;
+    std::int64_t saved = block == nullptr ? 0 : block->saved_tokens();
+    std::int64_t used = block == nullptr ? 0 : block->tokens();
+    archive.number("kind of a block", holds_rows, 0, 1);
+    archive.number("tokens of a block", saved, 1, kMaxTokens);
+    archive.number("tokens in use", used, 1, saved);
+    // A packed value has at least one bit.
+    const std::size_t rows =
+        base::checked_multiply(static_cast<std::size_t>(shape_.all_heads()), static_cast<std::size_t>(saved));
+    const std::size_t bits = holds_rows != 0 ? 8 * shape_.row_bytes() : static_cast<std::size_t>(shape_.dim);
+    archive.need(base::checked_multiply(rows, bits) / 8);
+    std::unique_ptr<Block> made;
+    if (archive.reads()) {
+      if (holds_rows != 0) {
+        made = std::make_unique<RowBlock>(shape_, saved);
+      } else {
+        made = make_packed(shape_, saved);
+      }
+      block = made.get();
+    }
+    block->transfer(archive);
+    if (!archive.reads()) continue;
+    made->set_tokens(used);
+    push(std::move(made));
+  }
 }
 
 std::size_t Sequence::bytes() const {

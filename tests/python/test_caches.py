@@ -132,9 +132,7 @@ def test_calls_from_many_threads_are_serialised(method):
     assert cache.offset == 4 * 20 * 3
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["kitty", "zipcache"])  # kvquant refuses it, see test_errors.py
 def test_value_heads_of_another_size(method):
-    if method == "kvquant":
-        pytest.skip("refused, see test_errors.py")
     keys, values = cache_of(method).update_and_fetch(block(40, dim=24), block(40, dim=16))
     assert keys.shape == (1, 8, 40, 24) and values.shape == (1, 8, 40, 16)

@@ -56,6 +56,16 @@ class KittyBlock final : public exact::Block {
 
   std::size_t bytes() const override { return sizeof(KittyBlock) + size(shape().all_heads()) * head_bytes(); }
 
+  std::int64_t saved_tokens() const override { return layout_.rows; }
+  void transfer(exact::Archive& archive) override {
+    archive.bytes(data_.get(), size(shape().all_heads()) * head_bytes());
+    if (!archive.reads()) return;
+    const std::size_t wide = widths(any_mask()).wide.size();
+    for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+      archive.require(head_widths(head).wide.size() == wide, "number of hi channels");
+    }
+  }
+
  private:
   std::size_t head_bytes() const { return mask_bytes_ + layout_.bytes; }
   std::byte* head_data(std::int64_t head) const { return data_.get() + size(head) * head_bytes(); }
@@ -137,6 +147,7 @@ Settings checked(const KVCacheConfig& config) {
 }  // namespace
 
 struct KittyKVCache::Impl {
+  KVCacheConfig config;
   Settings settings;
   std::int64_t head_dim = 0;
   exact::Sequence keys;
@@ -196,6 +207,8 @@ struct KittyKVCache::Impl {
 };
 
 KittyKVCache::KittyKVCache(const KVCacheConfig& config) : impl_(std::make_unique<Impl>()) {
+  impl_->config = config;
+  impl_->config.method = "kitty";
   impl_->settings = checked(config);
   impl_->head_dim = config.head_dim;
 }
@@ -282,6 +295,32 @@ void KittyKVCache::attend(const ConstArray& queries, const Array& out, const Ref
   exact::attend(impl_->keys, impl_->values, queries, out, options);
 }
 
+void KittyKVCache::transfer(exact::Archive& archive) {
+  Impl& m = *impl_;
+  const auto packed = [&](const exact::SideShape& shape, std::int64_t tokens) {
+    return std::make_unique<KittyBlock>(shape, tokens, m.settings);
+  };
+  m.keys.transfer(archive, packed);
+  m.values.transfer(archive, [](const exact::SideShape&, std::int64_t) -> std::unique_ptr<exact::Block> {
+    exact::Archive::bad("packed values");
+  });
+  archive.require(exact::is_pair(m.keys, m.values), "keys and values do not fit each other");
+  const std::size_t channels = size(m.keys.shape().heads * m.keys.shape().dim);
+  for (std::vector<float>* sums : {&m.sum, &m.sum_of_squares}) {
+    archive.numbers(*sums);
+    archive.require(sums->empty() || sums->size() == channels, "size of the statistics");
+  }
+  for (std::int64_t* counter : {&m.n_keys, &m.compressed, &m.fp16_keys, &m.fp16_values}) archive.number(*counter);
+  archive.require(m.sum.size() == m.sum_of_squares.size() && (m.n_keys == 0 || m.sum.size() == channels),
+                  "size of the statistics");
+}
+
+ReferenceShape KittyKVCache::shape() const {
+  return exact::shape_of(impl_->keys, impl_->values);
+}
+const KVCacheConfig& KittyKVCache::config() const {
+  return impl_->config;
+}
 std::int64_t KittyKVCache::offset() const {
   return impl_->keys.tokens();
 }

@@ -76,6 +76,15 @@ class ZipBlock final : public exact::Block {
     exact::PackedReader(lo_layout_, lo_widths_, data + hi_layout_.bytes).read(first - salient_before, as_rows(others));
   }
 
+  std::int64_t saved_tokens() const override { return hi_layout_.rows + lo_layout_.rows; }
+  void transfer(exact::Archive& archive) override {
+    archive.bytes(data_.get(), size(shape().all_heads()) * head_bytes());
+    if (!archive.reads()) return;
+    for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+      archive.require(count_salient(head, saved_tokens()) == hi_layout_.rows, "number of salient tokens");
+    }
+  }
+
  private:
   std::size_t head_bytes() const { return mask_bytes_ + hi_layout_.bytes + lo_layout_.bytes; }
   std::byte* head_data(std::int64_t head) const { return data_.get() + size(head) * head_bytes(); }
@@ -139,16 +148,23 @@ struct Counters {
 }  // namespace
 
 struct ZipCacheKVCache::Impl {
+  KVCacheConfig config;
   Settings settings;
   exact::Sequence keys;
   exact::Sequence values;
   Counters key_counters;
   Counters value_counters;
 
-  // Packs one side of a call; `hi` rows per head are salient.
-  std::unique_ptr<ZipBlock> pack(const ConstArray& x, std::int64_t hi, int lo_bits, int threads) const {
-    auto block = std::make_unique<ZipBlock>(exact::side_shape(x), x.extent[2], hi, settings.hi_bits, lo_bits,
-                                            settings.group_size);
+  // The values of a call are all salient.
+  std::unique_ptr<ZipBlock> make_block(const exact::SideShape& shape, std::int64_t tokens, bool is_keys) const {
+    return std::make_unique<ZipBlock>(shape, tokens, is_keys ? hi_count(tokens, settings.hi_fraction) : tokens,
+                                      settings.hi_bits, is_keys ? settings.lo_bits : settings.hi_bits,
+                                      settings.group_size);
+  }
+
+  // Packs one side of a call.
+  std::unique_ptr<ZipBlock> pack(const ConstArray& x, bool is_keys, int threads) const {
+    auto block = make_block(exact::side_shape(x), x.extent[2], is_keys);
     base::parallel_for(x.extent[0] * x.extent[1], threads, [&](std::int64_t head, int) { block->pack_head(head, x); });
     return block;
   }
@@ -178,6 +194,8 @@ struct ZipCacheKVCache::Impl {
 };
 
 ZipCacheKVCache::ZipCacheKVCache(const KVCacheConfig& config) : impl_(std::make_unique<Impl>()) {
+  impl_->config = config;
+  impl_->config.method = "zipcache";
   impl_->settings = checked(config);
 }
 ZipCacheKVCache::~ZipCacheKVCache() = default;
@@ -196,8 +214,8 @@ void ZipCacheKVCache::update(const ConstArray& keys, const ConstArray& values) {
 
   const std::int64_t hi = hi_count(tokens, m.settings.hi_fraction);
   const bool quantized = m.settings.quantize_values;
-  auto key_block = m.pack(keys, hi, m.settings.lo_bits, threads());
-  auto value_block = quantized ? m.pack(values, tokens, m.settings.hi_bits, threads()) : nullptr;
+  auto key_block = m.pack(keys, true, threads());
+  auto value_block = quantized ? m.pack(values, false, threads()) : nullptr;
   const std::int64_t before = m.keys.tokens();
   try {
     Impl::add(m.keys, std::move(key_block), threads());
@@ -235,6 +253,28 @@ void ZipCacheKVCache::attend(const ConstArray& queries, const Array& out,
   exact::attend(impl_->keys, impl_->values, queries, out, options);
 }
 
+void ZipCacheKVCache::transfer(exact::Archive& archive) {
+  Impl& m = *impl_;
+  const auto packed = [&](bool is_keys) {
+    return [&m, is_keys](const exact::SideShape& shape, std::int64_t tokens) {
+      return m.make_block(shape, tokens, is_keys);
+    };
+  };
+  m.keys.transfer(archive, packed(true));
+  m.values.transfer(archive, packed(false));
+  archive.require(exact::is_pair(m.keys, m.values), "keys and values do not fit each other");
+  for (Counters* counters : {&m.key_counters, &m.value_counters}) {
+    for (std::int64_t* counter : {&counters->compressed, &counters->baseline, &counters->fp16})
+      archive.number(*counter);
+  }
+}
+
+ReferenceShape ZipCacheKVCache::shape() const {
+  return exact::shape_of(impl_->keys, impl_->values);
+}
+const KVCacheConfig& ZipCacheKVCache::config() const {
+  return impl_->config;
+}
 std::int64_t ZipCacheKVCache::offset() const {
   return impl_->keys.tokens();
 }
