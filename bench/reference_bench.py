@@ -114,6 +114,32 @@ def one_token(method: str, depth: int, rounds: int) -> dict[str, float]:
     return middle(times)
 
 
+def decode_step(method: str, depth: int, rounds: int) -> dict[str, float]:
+    """One token and its attention with 4 query heads per KV head: rows and mlx's kernel, or kvant's packed codes."""
+    queries = mx.array(np.random.default_rng(9).standard_normal((1, 4 * HEADS, 1, DIM)).astype(np.float16))
+    token = random_rows(1, 5), random_rows(1, 6)
+    mx.eval(queries)
+    scale = DIM**-0.5
+    theirs, mine = package(method), ours(method)
+    for cache in (theirs, mine):
+        call(cache, random_rows(depth, 3), random_rows(depth, 4))
+
+    def with_rows() -> mx.array:
+        out = mx.fast.scaled_dot_product_attention(queries, *theirs.update_and_fetch(*token), scale=scale)
+        mx.eval(out)
+        return out
+
+    def from_codes() -> mx.array:
+        mine.update(*token)
+        return mine.attend(queries, scale=scale, threads=1)
+
+    want, got = (np.array(step().astype(mx.float32)) for step in (with_rows, from_codes))
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    if not error < 2e-3:
+        sys.exit(f"{method}: attention differs by {error:.2g} at {depth} tokens; no figures")
+    return middle(interleaved({"package": with_rows, "kvant": from_codes}, rounds))
+
+
 def memory(method: str, tokens: int) -> dict[str, float]:
     """Bytes over those of an fp16 cache, and bits per value of kvant's keys and values."""
     gc.collect()
@@ -176,26 +202,27 @@ def main() -> None:
     settle_allocator()
     for method in methods:
         check(method, options.tokens)
-    figures: dict = {"prefill": {}, "one_token": {}, "memory": {}}
+    figures: dict = {"prefill": {}, "one_token": {}, "decode_step": {}, "memory": {}}
     for method in methods:
         rounds = max(3, options.rounds // 3) if method == "kvquant" else options.rounds
         figures["memory"][method] = memory(method, options.tokens)
         figures["prefill"][method] = prefill(method, options.tokens, rounds)
         figures["one_token"][method] = {depth: one_token(method, depth, options.calls) for depth in depths}
+        figures["decode_step"][method] = {
+            depth: decode_step(method, depth, max(3, options.calls // 10)) for depth in depths
+        }
 
     print(f"B=1, H={HEADS}, D={DIM}, fp16, one thread; kernels: {kvant.active_kernel()}; outputs equal to the bit")
     print_speed(
         f"Prefill of {options.tokens} tokens",
         [(method, figures["prefill"][method], GOALS[method][0]) for method in methods],
     )
-    print_speed(
-        "One-token calls of update_and_fetch, all rows returned",
-        [
-            (f"{method}, {depth} tokens stored", result, 1)
-            for method in methods
-            for depth, result in figures["one_token"][method].items()
-        ],
-    )
+    for title, name in (
+        ("One-token calls of update_and_fetch, all rows returned", "one_token"),
+        ("One token and its attention: update_and_fetch and mlx's attention, update and attend", "decode_step"),
+    ):
+        rows = [(f"{m}, {depth} tokens stored", r, 1) for m in methods for depth, r in figures[name][m].items()]
+        print_speed(title, rows)
     print_memory(options.tokens, figures["memory"])
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

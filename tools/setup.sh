@@ -98,13 +98,13 @@ setup_tests() {
 }
 
 # What builds and tests the Python package: mlx for the CPU, mlx_lm, and the reference package that results are compared
-# with. pip decides whether something is missing.
+# with. --no-compile: bytecode of everything that mlx-lm brings takes longer than its download.
 setup_python() {
   setup_venv
   local have=$LOGS/requirements-python.installed
   cmp -s "$ROOT/tools/requirements-python.txt" "$have" && "$VENV/bin/python" -c 'import veloxquant_mlx' 2>/dev/null && return
   long_step "Python packages of the reference (mlx, mlx-lm, veloxquant-mlx)" pip-python.log \
-    "$VENV/bin/pip" install -r "$ROOT/tools/requirements-python.txt"
+    "$VENV/bin/pip" install --no-compile -r "$ROOT/tools/requirements-python.txt"
   cp "$ROOT/tools/requirements-python.txt" "$have"
 }
 

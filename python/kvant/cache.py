@@ -105,14 +105,25 @@ class ReferenceCache:
         A call of one token is lossless in the reference (a group of one row is its own minimum), so such tokens are
         kept as rows here and cost what rows cost; see python/README.md for the remedy.
         """
+        with self._lock:
+            self._update(keys, values)
+            return self._fetch()
+
+    def update(self, keys: Any, values: Any) -> None:
+        """``update_and_fetch`` without the rows, for those who go on with :meth:`attend`.
+
+        Its cost does not grow with the tokens stored, while ``update_and_fetch`` decodes them all.
+        """
+        with self._lock:
+            self._update(keys, values)
+
+    def _update(self, keys: Any, values: Any) -> None:
         k = read_floats(keys, "keys", 4)
         v = read_floats(values, "values", 4)
-        with self._lock:
-            self._core.update(k.view, v.view)
-            if self._shape is None:
-                self._shape, self._dtypes = self._core.shape
-            self._kinds = (k.kind, v.kind)
-            return self._fetch()
+        self._core.update(k.view, v.view)
+        if self._shape is None:
+            self._shape, self._dtypes = self._core.shape
+        self._kinds = (k.kind, v.kind)
 
     def _fetch(self) -> tuple[Any, Any]:
         assert self._shape is not None and self._kinds is not None
