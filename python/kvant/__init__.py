@@ -34,19 +34,6 @@ def make_cache(config: Any) -> ReferenceCache:
     return _CACHES[config.method](config)
 
 
-def result_memory() -> int:
-    """Bytes of dropped results that are kept for the next ones: at most the two blocks that came back last.
-
-    Results in mlx's own memory are not among them.
-    """
-    return _core.result_memory()
-
-
-def clear_results() -> None:
-    """Gives the memory of :func:`result_memory` back."""
-    _core.clear_results()
-
-
 def register_with_mlx_lm() -> None:
     """Lets ``mlx_lm.models.cache.load_prompt_cache`` find kvant's caches, which it looks up by name in its own module.
 
@@ -73,7 +60,6 @@ __all__ = [
     "ZipCacheKVCache",
     "ZipCacheOptions",
     "active_kernel",
-    "clear_results",
     "force_kernel",
     "group_quant",
     "kernel_names",
@@ -81,6 +67,5 @@ __all__ = [
     "kvquant",
     "make_cache",
     "register_with_mlx_lm",
-    "result_memory",
     "zipcache",
 ]

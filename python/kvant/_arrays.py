@@ -15,9 +15,9 @@ import numpy as np
 from . import _core
 from .errors import Error
 
-
-# mlx's element types by kvant's names.
-_MLX = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "uint8": "uint8", "int32": "int32", "bool": "bool_"}
+# Element types by kvant's names; "bf16" of NumPy is ml_dtypes'.
+_NUMPY = {"f32": "float32", "f16": "float16", "uint8": "uint8", "int32": "int32", "bool": "bool_"}
+_OTHERS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "uint8": "uint8", "int32": "int32"}
 
 
 class Kind(Protocol):
@@ -32,8 +32,8 @@ class Kind(Protocol):
         """What ``kvant._core`` reads in its place."""
 
     @staticmethod
-    def empty(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
-        """For each shape a new array and what ``kvant._core`` writes in its place; their contents are undefined."""
+    def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
+        """(a new array, what ``kvant._core`` writes in its place); its contents are undefined."""
 
     @staticmethod
     def of_bytes(data: np.ndarray) -> Any:
@@ -58,15 +58,14 @@ class _NumPy:
         return array
 
     @staticmethod
-    def empty(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
-        # NumPy's protocols have no name for bf16, so that such arrays start as uint16.
-        made = [_core.allocate(shape, "uint16" if dtype == "bf16" else dtype) for shape in shapes]
-        arrays = [np.asarray(memory) for memory in made]
-        if dtype == "bf16":
-            from ml_dtypes import bfloat16
+    def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
+        if dtype != "bf16":
+            made = np.empty(shape, getattr(np, _NUMPY[dtype]))
+            return made, made
+        from ml_dtypes import bfloat16
 
-            arrays = [array.view(bfloat16) for array in arrays]
-        return list(zip(arrays, made))
+        bits = np.empty(shape, np.uint16)
+        return bits.view(bfloat16), bits
 
     @staticmethod
     def of_bytes(data: np.ndarray) -> Any:
@@ -89,12 +88,16 @@ class _Mlx:
         return memoryview(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
     @staticmethod
-    def empty(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
-        # Evaluated before anybody else has seen them, so that the kernels may write into their memory. One evaluation
-        # for all: it costs more than a small array. (mlx would copy memory that is not its own.)
+    def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
+        return _Mlx.empty_all([shape], dtype)[0]
+
+    @staticmethod
+    def empty_all(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
+        # Evaluated before anybody else has seen them, so that the kernels may write into their memory; all at once,
+        # because an evaluation has a price of its own.
         import mlx.core as mx
 
-        made = [mx.zeros(shape, getattr(mx, _MLX[dtype])) for shape in shapes]
+        made = [mx.zeros(shape, mx.bool_ if dtype == "bool" else getattr(mx, _OTHERS[dtype])) for shape in shapes]
         mx.eval(made)
         return [(array, _Mlx.view(array)) for array in made]
 
@@ -116,11 +119,11 @@ class _Torch:
         return array.detach()
 
     @staticmethod
-    def empty(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
+    def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
         import torch
 
-        made = [_core.allocate(shape, dtype) for shape in shapes]
-        return [(torch.from_dlpack(memory), memory) for memory in made]
+        made = torch.empty(shape, dtype=torch.bool if dtype == "bool" else getattr(torch, _OTHERS[dtype]))
+        return made, made
 
     @staticmethod
     def of_bytes(data: np.ndarray) -> Any:
@@ -135,10 +138,7 @@ def default_kind() -> type[Kind]:
 
 
 class Result:
-    """An array that kernels write (``target``) and callers get (``array``).
-
-    ``dtype`` is one of kvant's names: f32, f16, bf16 (of NumPy: ml_dtypes'), uint8, int32, bool.
-    """
+    """An array that kernels write (``target``) and callers get (``array``)."""
 
     __slots__ = ("array", "target")
 
@@ -146,21 +146,18 @@ class Result:
         self.array = array
         self.target = target
 
-    @staticmethod
-    def make(kind: type[Kind], shape: tuple[int, ...], dtype: str) -> Result:
-        return Result(*kind.empty([shape], dtype)[0])
 
-    @staticmethod
-    def pair(
-        kinds: tuple[type[Kind], type[Kind]],
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtypes: tuple[str, str],
-    ) -> tuple[Result, Result]:
-        """Keys and values, made together where they can be."""
-        if kinds[0] is kinds[1] and dtypes[0] == dtypes[1]:
-            first, second = kinds[0].empty(shapes, dtypes[0])
-            return Result(*first), Result(*second)
-        return Result.make(kinds[0], shapes[0], dtypes[0]), Result.make(kinds[1], shapes[1], dtypes[1])
+def empty_pair(
+    kinds: tuple[type[Kind], type[Kind]],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtypes: tuple[str, str],
+) -> tuple[Result, Result]:
+    """Keys and values, made together where they can be."""
+    if kinds == (_Mlx, _Mlx) and dtypes[0] == dtypes[1]:
+        keys, values = _Mlx.empty_all(shapes, dtypes[0])
+    else:
+        keys, values = (kind.empty(shape, dtype) for kind, shape, dtype in zip(kinds, shapes, dtypes))
+    return Result(*keys), Result(*values)
 
 
 class Array:
@@ -185,7 +182,7 @@ class Array:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Result:
         """A new array of the argument's framework."""
-        return Result.make(self.kind, tuple(shape), dtype)
+        return Result(*self.kind.empty(tuple(shape), dtype))
 
 
 def read(array: Any, name: str, rank: int) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import _core
-from ._arrays import Kind, Result, default_kind, read, read_floats
+from ._arrays import Kind, default_kind, empty_pair, read, read_floats
 from .config import to_core
 from .errors import Error, QuantizerConfigError
 
@@ -130,7 +130,7 @@ class ReferenceCache:
         batch, heads, key_dim, value_dim = self._shape
         tokens = self._core.offset
         shapes = (batch, heads, tokens, key_dim), (batch, heads, tokens, value_dim)
-        keys, values = Result.pair(self._kinds, shapes, self._dtypes)
+        keys, values = empty_pair(self._kinds, shapes, self._dtypes)
         self._core.fetch(keys.target, values.target, 0)
         return keys.array, values.array
 

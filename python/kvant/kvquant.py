@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import _core
-from ._arrays import Result, read, read_floats
+from ._arrays import read, read_floats
 from .cache import ReferenceCache
 from .errors import Error
 
@@ -253,9 +253,9 @@ class KVQuantKVCache(ReferenceCache):
             shape = getattr(self._core, name + "_shape")()
             if shape is None or self._kinds is None:
                 return None
-            table = Result.make(self._kinds[0], tuple(shape), "f32")
-            getattr(self._core, name)(table.target)
-        return table.array
+            table, target = self._kinds[0].empty(shape, "f32")
+            getattr(self._core, name)(target)
+        return table
 
     @property
     def compressed_key_bytes(self) -> int:

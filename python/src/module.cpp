@@ -34,6 +34,5 @@ NB_MODULE(_core, module) {
   bind_group_quant(module);
   bind_kitty(module);
   bind_kvquant(module);
-  bind_results(module);
   bind_zipcache(module);
 }

@@ -14,7 +14,6 @@ void bind_cache(nb::module_& module);
 void bind_group_quant(nb::module_& module);
 void bind_kitty(nb::module_& module);
 void bind_kvquant(nb::module_& module);
-void bind_results(nb::module_& module);
 void bind_zipcache(nb::module_& module);
 
 }  // namespace kvant::python
