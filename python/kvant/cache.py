@@ -81,6 +81,16 @@ class ReferenceCache:
         return self._core.value_nbytes
 
     @property
+    def compressed_key_bytes(self) -> int:
+        """What the reference charges for the keys, in bytes (fp16 parameters, call by call)."""
+        return self._core.compressed_key_bytes
+
+    @property
+    def fp16_key_bytes(self) -> int:
+        """Bytes of the keys in fp16."""
+        return self._core.fp16_key_bytes
+
+    @property
     def threads(self) -> int:
         return self._core.threads
 
@@ -228,6 +238,25 @@ class ReferenceCache:
         from mlx_lm.models.cache import create_attention_mask
 
         return create_attention_mask(*args, **{"offset": self.offset, **kwargs})
+
+
+class TwoSidedCache(ReferenceCache):
+    """What the caches that quantize keys and values have in common."""
+
+    @property
+    def merge(self) -> Any:
+        """Hidden, as in the reference: a batching server must not replace this cache by a plain one."""
+        raise AttributeError(f"{type(self).__name__} does not support merge()")
+
+    @property
+    def compressed_value_bytes(self) -> int:
+        """What the reference charges for the values, in bytes; 0 when they are not quantized."""
+        return self._core.compressed_value_bytes
+
+    @property
+    def fp16_value_bytes(self) -> int:
+        """Bytes of the values in fp16."""
+        return self._core.fp16_value_bytes
 
 
 def _restore(cls: type[ReferenceCache], image: bytes, kinds: Any, threads: int) -> ReferenceCache:
