@@ -11,7 +11,6 @@
 namespace kvant::kvquant {
 namespace {
 
-
 std::int64_t scaled(std::int64_t counter, double ratio) {
   return static_cast<std::int64_t>(static_cast<double>(counter) * ratio);
 }
