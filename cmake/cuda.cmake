@@ -1,0 +1,18 @@
+# Finds a CUDA compiler if there is one. KVANT_CUDA: AUTO uses it where it is, ON requires it, OFF does not look.
+set(KVANT_CUDA AUTO CACHE STRING "Build kvant_cuda: AUTO, ON or OFF")
+set_property(CACHE KVANT_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(KVANT_HAS_CUDA OFF)
+if(NOT KVANT_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    # Kernels are tuned on sm_90a; sm_80 code with its PTX serves everything else that has compute capability 8.0.
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES "80;90a-real")
+    endif()
+    enable_language(CUDA)
+    set(KVANT_HAS_CUDA ON)
+  elseif(KVANT_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "KVANT_CUDA is ON but no CUDA compiler was found (set CMAKE_CUDA_COMPILER or PATH)")
+  endif()
+endif()

@@ -1,0 +1,174 @@
+// From the warps of a block to the result: block, then cluster, then (where the host split vectors further) the last
+// block to finish combines the parts that the others left in the workspace.
+#pragma once
+
+#include "cuda/decode_exact.cuh"
+
+namespace kvant::cuda {
+
+// (maximum, sum) pairs and outputs of `count` partial results, merged for one vector and channel.
+struct Merged {
+  float maximum = kMinusInfinity;
+  float sum = 0;
+  float output = 0;
+};
+
+template <class State, class Output>
+__device__ __forceinline__ Merged merge_parts(int count, const State& state, const Output& output) {
+  Merged r;
+  for (int i = 0; i < count; ++i) r.maximum = fmaxf(r.maximum, state(i).x);
+  const float finite = r.maximum == kMinusInfinity ? 0.0F : r.maximum;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float2 s = state(i);
+    const float weight = ptx::exp2_fast(s.x - finite);
+    r.sum = fmaf(weight, s.y, r.sum);
+    r.output = fmaf(weight, output(i), r.output);
+  }
+  return r;
+}
+
+template <class C>
+__device__ void store_result(const DecodeArgs& args, const Segment& segment, int vector, int channel, const Merged& r) {
+  const int v = segment.vector0 + vector;
+  if (v >= args.rows * args.group) return;
+  const int row = v / args.group;
+  const int head = segment.kv_head * args.group + v % args.group;
+  float maximum = r.maximum;
+  float sum = r.sum;
+  float rescale = 1;
+  if (args.sinks != nullptr && args.sinks[head] != kMinusInfinity) {
+    const float sink = args.sinks[head] * kLog2e;
+    maximum = fmaxf(maximum, sink);
+    rescale = exp2f(r.maximum - maximum);
+    sum = sum * rescale + exp2f(sink - maximum);
+  }
+  const float result = sum > 0 ? r.output * (rescale / sum) : 0.0F;
+  auto* out = static_cast<std::uint16_t*>(args.out) + segment.sequence * args.out_sequence + row * args.out_row +
+              head * args.out_head + channel;
+  *out = static_cast<std::uint16_t>(ptx::narrow2<C::bfloat>(result, 0));
+  if (args.lse != nullptr && channel == 0) {
+    const std::int64_t heads = static_cast<std::int64_t>(args.group) * args.kv_heads;
+    args.lse[(static_cast<std::int64_t>(segment.sequence) * args.rows + row) * heads + head] =
+        sum > 0 ? maximum * (1.0F / kLog2e) + logf(sum) : kMinusInfinity;
+  }
+}
+
+// Writes this warp's state to shared memory, ready to be summed.
+template <class C>
+__device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>& state, const Lane& lane) {
+  auto* outputs = reinterpret_cast<float*>(shared + C::merge_offset) + warp * C::vectors * C::merge_stride;
+  auto* states = reinterpret_cast<float2*>(shared + C::state_offset) + warp * C::vectors;
+#pragma unroll
+  for (int n = 0; n < C::n_tiles; ++n) {
+    const float sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.sum[n])));
+    const float bias = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.bias[n])));
+    const int vector = 4 * n + lane.t;
+#pragma unroll
+    for (int j = 0; j < C::value_tiles; ++j) {
+      constexpr int bits = C::value_positions == 4 ? 2 : 4;
+      const float excess = state.excess[n] * (1.0F / static_cast<float>(1 << (bits * (j % C::value_positions))));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g] = state.o[n][j][e] - excess + bias;
+      }
+    }
+    if (lane.g == 0) states[vector] = {state.maximum[n], sum};
+  }
+}
+
+// Combines the parts of a segment's vectors; every thread of the block that arrived last takes part.
+template <class C>
+__device__ void combine_parts(const DecodeArgs& args, const Segment& segment) {
+  constexpr int record = C::vectors * (C::value.dim + 2);
+  const float* parts = args.partials + static_cast<std::int64_t>(segment.partial0) * record;
+  for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::value.dim; i += C::threads) {
+    const int vector = i / C::value.dim;
+    const Merged r = merge_parts(
+        segment.parts,
+        [&](int part) {
+          return __ldcg(reinterpret_cast<const float2*>(parts + static_cast<std::int64_t>(part) * record +
+                                                        C::vectors * C::value.dim) +
+                        vector);
+        },
+        [&](int part) { return __ldcg(parts + static_cast<std::int64_t>(part) * record + i); });
+    store_result<C>(args, segment, vector, i % C::value.dim, r);
+  }
+}
+
+template <class C>
+__device__ void store_part(const DecodeArgs& args, const Segment& segment, int i, const Merged& r) {
+  constexpr int record = C::vectors * (C::value.dim + 2);
+  float* part = args.partials + static_cast<std::int64_t>(segment.partial0 + segment.part) * record;
+  part[i] = r.output;
+  if (i % C::value.dim == 0) {
+    reinterpret_cast<float2*>(part + C::vectors * C::value.dim)[i / C::value.dim] = {r.maximum, r.sum};
+  }
+}
+
+// Counts this segment as done; true for every thread of the block that is the last of its parts.
+template <class C>
+__device__ bool arrive_last(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
+  auto* flag = reinterpret_cast<int*>(shared + C::flag_offset);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const bool last = atomicAdd(args.counters + segment.counter, 1U) + 1U == static_cast<unsigned>(segment.parts);
+    if (last) args.counters[segment.counter] = 0;
+    __threadfence();
+    *flag = last ? 1 : 0;
+  }
+  __syncthreads();
+  return *flag != 0;
+}
+
+template <class C>
+__device__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank, int ranks,
+                              const WarpState<C>& state, const Lane& lane) {
+  const int thread = static_cast<int>(threadIdx.x);
+  publish_warp<C>(shared, thread / 32, state, lane);
+  __syncthreads();
+  const auto* outputs = reinterpret_cast<const float*>(shared + C::merge_offset);
+  const auto* states = reinterpret_cast<const float2*>(shared + C::state_offset);
+  auto* block_outputs = reinterpret_cast<float*>(shared + C::block_offset);
+  auto* block_states = reinterpret_cast<float2*>(block_outputs + C::vectors * C::value.dim);
+  const auto finish = [&](int i, const Merged& r) {
+    if (segment.parts > 1) {
+      store_part<C>(args, segment, i, r);
+    } else {
+      store_result<C>(args, segment, i / C::value.dim, i % C::value.dim, r);
+    }
+  };
+  for (int i = thread; i < C::vectors * C::value.dim; i += C::threads) {
+    const int vector = i / C::value.dim;
+    const Merged r = merge_parts(
+        C::warps, [&](int w) { return states[w * C::vectors + vector]; },
+        [&](int w) { return outputs[(w * C::vectors + vector) * C::merge_stride + i % C::value.dim]; });
+    if (ranks == 1) {
+      finish(i, r);
+    } else {
+      block_outputs[i] = r.output;
+      if (i % C::value.dim == 0) block_states[vector] = {r.maximum, r.sum};
+    }
+  }
+#if __CUDA_ARCH__ >= 900
+  if (ranks > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    for (int i = rank * C::threads + thread; i < C::vectors * C::value.dim; i += ranks * C::threads) {
+      const auto* s = reinterpret_cast<const float*>(block_states + i / C::value.dim);
+      const Merged r = merge_parts(
+          ranks, [&](int k) { return float2{ptx::load_cluster(s, k), ptx::load_cluster(s + 1, k)}; },
+          [&](int k) { return ptx::load_cluster(block_outputs + i, k); });
+      finish(i, r);
+    }
+    if (segment.parts > 1) __threadfence();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+#endif
+  if (segment.parts > 1 && rank == 0 && arrive_last<C>(args, segment, shared)) combine_parts<C>(args, segment);
+  __syncthreads();  // the shared buffers are free for the next segment
+}
+
+}  // namespace kvant::cuda
