@@ -295,7 +295,7 @@ double time_seal(const char* recipe, int pages) {
   DeviceBuffer<SealJob> device(jobs.size());
   device.copy_from(jobs.data(), jobs.size());
   const SealArgs args{device.get(), p.exact.get(), static_cast<std::int64_t>(p.exact_stride()), p.pages.get(),
-                      static_cast<std::int64_t>(p.page_stride()), shape.kv_heads};
+                      static_cast<std::int64_t>(p.page_stride()), shape.kv_heads, p.format.boosted};
   launch_seal(p.format, args, pages, nullptr);
   return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
 }

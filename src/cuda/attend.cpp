@@ -113,16 +113,24 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   shape.exact_cost = static_cast<double>(format.exact.tile_bytes()) /
                      static_cast<double>(format.head_bytes() / (split.half ? 2 : 1));
   plan = make_plan(split, shape, shapes);
-  segments = DeviceBuffer<Segment>(plan.segments.size());
-  segments.copy_from(plan.segments.data(), plan.segments.size());
-  integers = DeviceBuffer<std::int32_t>(plan.first_segment.size());
-  integers.copy_from(plan.first_segment.data(), plan.first_segment.size());
+  inlined = InlinePlan();
+  if (plan.segments.size() == static_cast<std::size_t>(split.groups) && split.groups <= InlinePlan::kSegments &&
+      split.aligned) {
+    std::copy(plan.segments.begin(), plan.segments.end(), inlined.segments);
+    segments = DeviceBuffer<Segment>();
+  } else {
+    if (plan.segments.size() > 65535) {
+      refuse(std::to_string(plan.segments.size()) + " pieces of work in one call; allowed: 65535");
+    }
+    std::copy(plan.first_segment.begin(), plan.first_segment.end(), inlined.first);
+    segments = DeviceBuffer<Segment>(plan.segments.size());
+    segments.copy_from(plan.segments.data(), plan.segments.size());
+  }
   partials = DeviceBuffer<float>(static_cast<std::size_t>(plan.partials) *
                                  static_cast<std::size_t>(shape.vectors_per_item * (format.value.dim + 2)));
   counters = DeviceBuffer<std::uint32_t>(static_cast<std::size_t>(plan.counters));
   if (plan.counters > 0) counters.fill_zero();
   args.segments = segments.get();
-  args.first_segment = integers.get();
   args.partials = partials.get();
   args.counters = counters.get();
   prepare_decode(*kernel);
@@ -220,7 +228,7 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
     launch_reference(impl.batch->pool->format, args, impl.reference, impl.sequences, stream);
     return;
   }
-  launch_decode(*impl.kernel, args, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap, stream);
+  launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap, stream);
 }
 
 AttendPath AttendPlan::path() const {

@@ -16,12 +16,13 @@ struct AttendPlan::Impl {
   const DecodeKernel* kernel = nullptr;
   Plan plan;
   DecodeArgs args;
+  InlinePlan inlined;
   ReferenceArgs reference;
   int query_heads = 0;
   int sequences = 0;
   std::int64_t longest = 0;  // tokens that the plan serves
   DeviceBuffer<Segment> segments;
-  DeviceBuffer<std::int32_t> integers;  // first_segment, or the reference's three arrays
+  DeviceBuffer<std::int32_t> integers;  // the reference's three arrays
   DeviceBuffer<float> partials;
   DeviceBuffer<std::uint32_t> counters;
 

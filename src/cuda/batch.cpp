@@ -173,6 +173,7 @@ int Batch::seal_ready(void* stream) {
     args.pages = pool.pages.get();
     args.page_stride = static_cast<std::int64_t>(pool.page_stride());
     args.kv_heads = pool.shape.kv_heads;
+    args.boosted = pool.format.boosted;
     launch_seal(pool.format, args, static_cast<int>(impl.host_jobs.size()), stream);
   }
   for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/check.hpp"
+#include "cuda/seal.hpp"
 
 namespace kvant::cuda {
 
@@ -77,12 +78,32 @@ int resident_clusters(const DecodeKernel& kernel, int ranks) {
   return clusters;
 }
 
-void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, int groups, int ranks, bool dependent,
-                   void* stream) {
+void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,
+                   bool dependent, void* stream) {
   const Launch launch(kernel, groups, ranks, dependent, as_stream(stream));
-  DecodeArgs copy = args;
-  void* parameters[] = {&copy, &ranks};
+  // The runtime copies parameters during the call and writes none of them.
+  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<InlinePlan*>(&plan), &ranks};
   check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the decode kernel");
+}
+
+void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
+  DecodeVariant variant;
+  variant.key_bits = format.key.bits;
+  variant.value_bits = format.value.bits;
+  variant.high_steps = format.key.high_steps;
+  variant.key_dim = format.key.dim;
+  variant.value_dim = format.value.dim;
+  variant.bfloat = format.bfloat;
+  const DecodeKernel* kernel = find_decode_kernel(variant);
+  if (kernel == nullptr) {
+    base::fail(ErrorCode::unsupported, "this build has no kernels for the pool's recipe and shape");
+  }
+  check(cudaFuncSetAttribute(kernel->seal, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->seal_shared_bytes),
+        "shared memory of the seal kernel");
+  void* parameters[] = {const_cast<SealArgs*>(&args)};
+  check(cudaLaunchKernel(kernel->seal, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)), dim3(kSealThreads),
+                         parameters, static_cast<std::size_t>(kernel->seal_shared_bytes), as_stream(stream)),
+        "launch of the seal kernel");
 }
 
 }  // namespace kvant::cuda

@@ -27,6 +27,8 @@ struct DecodeKernel {
   const void* function = nullptr;
   int warps = 0;
   int shared_bytes = 0;
+  const void* seal = nullptr;  // the kernel that writes such pages; one variant of each format has it
+  int seal_shared_bytes = 0;
 };
 
 // Null where this build has no such kernel.
@@ -40,7 +42,7 @@ int resident_clusters(const DecodeKernel& kernel, int ranks);
 void prepare_decode(const DecodeKernel& kernel);
 
 // Launches groups * ranks blocks. `dependent`: the launch may begin before its predecessor in the stream has ended.
-void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, int groups, int ranks, bool dependent,
-                   void* stream);
+void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,
+                   bool dependent, void* stream);
 
 }  // namespace kvant::cuda

@@ -49,11 +49,23 @@ struct DecodeArgs {
   std::int32_t kv_heads = 1;
   std::int32_t boosted = 0;  // boosted key channels
 
-  const Segment* segments = nullptr;
-  const std::int32_t* first_segment = nullptr;  // [groups + 1]
+  const Segment* segments = nullptr;  // null: group g has the one segment g of the InlinePlan
   float* partials = nullptr;                    // [part][vectors][value_dim + 2]
   std::uint32_t* counters = nullptr;            // zero between calls
   std::int32_t pages_settled = 0;  // 1: no page in the table is written by the predecessor in the stream
 };
+
+// The part of a plan that travels with the launch: reading it from memory would put one or two misses before the first
+// page is asked for.
+struct InlinePlan {
+  static constexpr int kSegments = 66;  // one per group: plans of clusters
+  static constexpr int kGroups = 1024;  // else where each group's run of segments begins
+  union {
+    Segment segments[kSegments];
+    std::uint16_t first[kGroups + 1];
+  };
+  InlinePlan() : first{} {}
+};
+static_assert(sizeof(DecodeArgs) + sizeof(InlinePlan) <= 4000, "kernel parameters");
 
 }  // namespace kvant::cuda

@@ -30,17 +30,6 @@ __device__ ExactTile exact_tile(const DecodeArgs& args, const Segment& segment, 
   return tile;
 }
 
-// The query of vector `vector` of a segment; null past the last one.
-template <class C>
-__device__ __forceinline__ const std::uint16_t* query_row(const DecodeArgs& args, const Segment& segment, int vector) {
-  const int v = segment.vector0 + vector;
-  if (v >= args.rows * args.group) return nullptr;
-  const int row = v / args.group;
-  const int head = segment.kv_head * args.group + v % args.group;
-  return static_cast<const std::uint16_t*>(args.q) + segment.sequence * args.q_sequence + row * args.q_row +
-         head * args.q_head;
-}
-
 template <class C>
 __device__ void add_exact_tile(const DecodeArgs& args, const Segment& segment, const ExactTile& tile,
                                WarpState<C>& state, const Lane& lane) {
@@ -50,7 +39,7 @@ __device__ void add_exact_tile(const DecodeArgs& args, const Segment& segment, c
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
     // Column 2v holds the query of vector v as it is, column 2v + 1 zeros, so that scores land on the owner as codes' do.
-    const std::uint16_t* q = lane.half ? nullptr : query_row<C>(args, segment, 4 * n + lane.vector);
+    const std::uint16_t* q = lane.half ? nullptr : query_row(args, segment, 4 * n + lane.vector);
     float c[4] = {0, 0, 0, 0};
 #pragma unroll 4
     for (int k = 0; k < C::key.dim / 16; ++k) {

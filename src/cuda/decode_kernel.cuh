@@ -7,12 +7,12 @@
 namespace kvant::cuda {
 
 template <class C>
-__device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared,
-                             WarpState<C>& state, const Lane& lane) {
+__device__ void load_queries(const DecodeArgs& args, const Segment& segment, WarpState<C>& state, const Lane& lane) {
   const int length = args.lengths[segment.sequence];
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
-    const std::uint16_t* q = query_row<C>(args, segment, 4 * n + lane.vector);
+    const std::uint16_t* q = query_row(args, segment, 4 * n + lane.vector);
+    if constexpr (C::key.high_steps > 0) state.query[n] = q;
 #pragma unroll
     for (int s = 0; s < C::steps; ++s) {
       uint2 raw{0, 0};
@@ -27,14 +27,6 @@ __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std
     const int row = (segment.vector0 + 4 * n + lane.t) / args.group;
     state.last[n] = length - args.rows + row + 1;
     state.first[n] = args.window > 0 ? max(0, state.last[n] - args.window) : 0;
-  }
-  if constexpr (C::key.high_steps > 0) {
-    auto* queries = reinterpret_cast<float*>(shared + C::query_offset);
-    for (int i = static_cast<int>(threadIdx.x); i < C::key.dim * C::vectors; i += C::threads) {
-      const std::uint16_t* q = query_row<C>(args, segment, i % C::vectors);
-      queries[i] = q == nullptr ? 0.0F : ptx::widen2<C::bfloat>(q[i / C::vectors]).x;
-    }
-    __syncthreads();
   }
 }
 
@@ -61,7 +53,8 @@ __device__ __forceinline__ void hide(const DecodeArgs& args, const Segment& segm
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_constant__ DecodeArgs args, int ranks) {
+__global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_constant__ DecodeArgs args,
+                                                               const __grid_constant__ InlinePlan plan, int ranks) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -73,20 +66,25 @@ __global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_cons
   Pipeline<C> pipeline(shared, warp);
   ptx::release_dependents();
   if (args.pages_settled == 0) ptx::wait_for_predecessor();
-  const int first_segment = args.first_segment[group];
-  const int end_segment = args.first_segment[group + 1];
-  UnitCursor<C> next(args, first_segment, end_segment, worker, workers);
+  const SegmentList segments(args, plan, group);
+  UnitCursor<C> next(args, segments, worker, workers);
   pipeline.fetch_keys(next);
   pipeline.fetch_values(next);
   if (args.pages_settled != 0) ptx::wait_for_predecessor();
+  if (ranks == 1) {
+    if (threadIdx.x < kAccumulators) {
+      reinterpret_cast<AccumulatorLock*>(shared + C::lock_offset)[threadIdx.x] = AccumulatorLock();
+    }
+    __syncthreads();
+  }
 
   const std::uint8_t* keys = shared + warp * C::slot_bytes;
   const std::uint8_t* values = keys + C::key_bytes;
   WarpState<C> state;
-  for (int i = first_segment; i < end_segment; ++i) {
-    const Segment segment = args.segments[i];
+  for (int i = 0; i < segments.count(); ++i) {
+    const Segment segment = segments.get(i);
     const int length = args.lengths[segment.sequence];
-    load_queries<C>(args, segment, shared, state, lane);
+    load_queries<C>(args, segment, state, lane);
     state.reset();
     int unit = segment.begin + worker;
     for (; unit < min(segment.end, segment.coded_end); unit += workers) {
@@ -95,7 +93,7 @@ __global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_cons
       pipeline.wait_keys();
       {
         KeyOperand<C> key;
-        key.prepare(state, lane, keys, reinterpret_cast<const float*>(shared + C::query_offset), args.boosted);
+        key.prepare(state, lane, keys, args.boosted);
         score_unit<C>(key, keys, keys + C::key.codes_offset(), args.scale, s);
       }
       pipeline.fetch_keys(next);
@@ -118,7 +116,11 @@ __global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_cons
       const ExactTile tile = exact_tile<C>(args, segment, unit);
       if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
     }
-    merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
+    if (ranks == 1) {
+      add_segment<C>(args, segment, i, shared, state, lane);
+    } else {
+      merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
+    }
   }
 }
 

@@ -7,12 +7,34 @@
 
 namespace kvant::cuda {
 
+// The segments of a block's group: its one in the kernel parameters, or a run of them in memory.
+class SegmentList {
+ public:
+  __device__ SegmentList(const DecodeArgs& args, const InlinePlan& plan, int group)
+      : args_(args), plan_(plan), group_(group) {
+    if (args.segments == nullptr) return;
+    first_ = plan.first[group];
+    count_ = plan.first[group + 1] - first_;
+  }
+  __device__ int count() const { return count_; }
+  __device__ Segment get(int i) const {
+    return args_.segments == nullptr ? plan_.segments[group_] : args_.segments[first_ + i];
+  }
+
+ private:
+  const DecodeArgs& args_;
+  const InlinePlan& plan_;
+  int group_;
+  int first_ = 0;
+  int count_ = 1;
+};
+
 // Walks the coded units of this warp over all segments of its group, in order.
 template <class C>
 class UnitCursor {
  public:
-  __device__ UnitCursor(const DecodeArgs& args, int segment, int end_segment, int worker, int workers)
-      : args_(args), segment_(segment), end_(end_segment), worker_(worker), workers_(workers) {
+  __device__ UnitCursor(const DecodeArgs& args, const SegmentList& segments, int worker, int workers)
+      : args_(args), segments_(segments), end_(segments.count()), worker_(worker), workers_(workers) {
     if (segment_ < end_) enter();
     settle();
   }
@@ -31,7 +53,7 @@ class UnitCursor {
 
  private:
   __device__ void enter() {
-    const Segment& s = args_.segments[segment_];
+    const Segment s = segments_.get(segment_);
     unit_ = s.begin + worker_;
     limit_ = min(s.end, s.coded_end);
     head_ = s.kv_head;
@@ -45,8 +67,10 @@ class UnitCursor {
   }
 
   const DecodeArgs& args_;
+  const SegmentList& segments_;
   const std::int32_t* row_ = nullptr;
-  int segment_, end_, worker_, workers_;
+  int segment_ = 0;
+  int end_, worker_, workers_;
   int unit_ = 0, limit_ = 0, head_ = 0;
   std::int32_t page_ = 0;
 };

@@ -28,9 +28,20 @@ struct Lane {
   }
 };
 
+// The query of vector `vector` of a segment; null past the last one.
+__device__ __forceinline__ const std::uint16_t* query_row(const DecodeArgs& args, const Segment& segment, int vector) {
+  const int v = segment.vector0 + vector;
+  if (v >= args.rows * args.group) return nullptr;
+  const int row = v / args.group;
+  const int head = segment.kv_head * args.group + v % args.group;
+  return static_cast<const std::uint16_t*>(args.q) + segment.sequence * args.q_sequence + row * args.q_row +
+         head * args.q_head;
+}
+
 template <class C>
 struct WarpState {
   float q[C::n_tiles][C::steps * 4];         // channels 32 step + 16 half + 4t + 0..3 of the prepared vector
+  const std::uint16_t* query[C::n_tiles];    // the prepared vector in memory (set where channels are gathered)
   float o[C::n_tiles][C::value_tiles][2];    // channels 16 tile + g + 8e of the owned vector
   float maximum[C::n_tiles], sum[C::n_tiles];  // sum: this lane's tokens only
   float bias[C::n_tiles];                    // sum of weight * value minimum, this lane's tokens only
@@ -122,9 +133,9 @@ struct KeyOperand {
   float descale[C::n_tiles];  // of the owned vector: integer score -> q . (step * code) * levels
   float zero[C::n_tiles];     // of the owned vector: q . min
 
-  // tile: the key tile in shared memory; queries: [channel][vectors] floats there (read for boosted channels only).
+  // tile: the key tile in shared memory.
   __device__ __forceinline__ void prepare(const WarpState<C>& state, const Lane& lane, const std::uint8_t* tile,
-                                          const float* queries, int boosted) {
+                                          int boosted) {
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
       float v[C::all_steps][4];
@@ -141,12 +152,8 @@ struct KeyOperand {
         for (int i = 0; i < 4; ++i) {
           const float q = state.q[n][s * 4 + i];
           float range = second[i] - first[i];
-          if constexpr (C::key.high_steps > 0) {
-            range = fmaxf(range * (1.0F / 3.0F), range * (-1.0F / 15.0F));  // max came first: boosted
-            offset = fmaf(q, fminf(first[i], second[i]), offset);
-          } else {
-            offset = fmaf(q, first[i], offset);
-          }
+          if constexpr (C::key.high_steps > 0) range = fmaxf(range, range * -0.2F);  // max came first: step is range/15
+          offset = fmaf(q, first[i], offset);
           v[s][i] = q * range;
           peak = fmaxf(peak, fabsf(v[s][i]));
         }
@@ -160,8 +167,11 @@ struct KeyOperand {
           const int channel = static_cast<int>(channels >> (8 * i) & 0xFFU);
           const auto* ends = reinterpret_cast<const std::uint16_t*>(tile + (channel & ~3) * 4 + (channel & 3) * 2);
           const float2 pair = ptx::widen2<C::bfloat>(ends[0] | static_cast<std::uint32_t>(ends[4]) << 16);
-          const float q = at + i < boosted ? queries[channel * C::vectors + n * 4 + lane.vector] : 0.0F;
-          v[s][i] = q * ((pair.x - pair.y) * (4.0F / 15.0F));
+          const bool live = at + i < boosted && state.query[n] != nullptr;
+          const float q = live ? ptx::widen2<C::bfloat>(__ldg(state.query[n] + channel)).x : 0.0F;
+          const float rise = q * (pair.x - pair.y);
+          offset -= rise;  // above, the maximum stood in for the minimum
+          v[s][i] = rise * 0.8F;  // 4 steps of range / 15, in units of range / 3
           peak = fmaxf(peak, fabsf(v[s][i]));
         }
       }
@@ -190,7 +200,7 @@ template <class C>
 __device__ __forceinline__ void score_unit(const KeyOperand<C>& key, const std::uint8_t* tile, const std::uint8_t* codes,
                                            float scale, float (&s)[C::n_tiles][C::token_tiles][2]) {
   constexpr int per_group = tiles_per_group(C::key.bits);
-  constexpr float levels = C::key.high_steps > 0 ? 1.0F : 1.0F / static_cast<float>((1 << C::key.bits) - 1);
+  constexpr float levels = 1.0F / static_cast<float>((1 << C::key.bits) - 1);
 #pragma unroll
   for (int group = 0; group < C::token_tiles / per_group; ++group) {
 #pragma unroll

@@ -107,7 +107,7 @@ KVANT_BOTH constexpr int key_endpoint_offset(int channel) {
   return channel / 32 * 128 + channel % 32 / 16 * 64 + channel % 16 / 4 * 16 + channel % 4 * 2;
 }
 // Bytes from the start of the value tile to a token's minimum; the maximum is 128 bytes further.
-KVANT_BOTH constexpr int value_endpoint_offset(const ValueFormat& format, int token) {
+KVANT_BOTH constexpr int value_endpoint_offset(ValueFormat format, int token) {
   const int in_half = token % 64;
   return token / 64 * format.half_bytes() + in_half % 8 * 16 + in_half / 16 * 4 + in_half % 16 / 8 * 2;
 }

@@ -93,6 +93,7 @@ class Builder {
   }
 
   void deal() {
+    if (items_.empty()) return;
     const int parts = std::max(1, plan_.split.groups / static_cast<int>(items_.size()));
     for (std::size_t i = 0; i < items_.size(); ++i) {
       const CostLine cost = line(items_[i]);

@@ -7,6 +7,8 @@
 
 namespace kvant::cuda {
 
+constexpr int kSealThreads = 512;
+
 struct SealJob {
   std::int32_t exact_page = 0;
   std::int32_t page = 0;
@@ -33,9 +35,11 @@ struct SealArgs {
   std::uint8_t* pages = nullptr;
   std::int64_t page_stride = 0;
   std::int32_t kv_heads = 0;
+  std::int32_t boosted = 0;  // boosted key channels
 };
 
 void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream);
+// Throws Error(unsupported) where this build has no kernels for the format.
 void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream);
 
 }  // namespace kvant::cuda

@@ -9,6 +9,7 @@
 
 #include "base/half.hpp"
 #include "kvant/cuda.hpp"
+#include "kvant/error.hpp"
 
 namespace kvant::cuda::test {
 
