@@ -223,7 +223,7 @@ class Runner {
     return std::sqrt(difference / norm);
   }
 
-  void plan(bool overlap, const Split* split = nullptr) {
+  void plan(bool overlap, const Split* split = nullptr, bool few_warps = true) {
     AttendOptions options;
     options.overlap = overlap;
     options.pages_settled = overlap;
@@ -233,7 +233,7 @@ class Runner {
       auto& impl = const_cast<AttendPlan::Impl&>(set.plan->impl());
       DecodeVariant variant = impl.kernel->variant;
       variant.half = split->half;
-      variant.cluster = split->ranks > 1 || split->half;
+      variant.cluster = split->half || few_warps;
       const DecodeKernel* kernel = find_decode_kernel(variant);
       if (kernel == nullptr) base::fail(ErrorCode::unsupported, "no kernel for this split");
       impl.kernel = kernel;
@@ -352,24 +352,24 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   runner.report("overlap", runner.time(), error);
   if (!tune) return;
   const int items = c.batch * c.shape.kv_heads;
-  std::vector<Split> splits = {{1, 132, false, false}, {1, 264, false, false}};
+  std::vector<Split> splits = {{1, 132, false, false}};
   if (items <= 66) splits.push_back({2, 66 / items * items, false, true});
   if (items <= 16) {
     splits.push_back({8, items, false, true});
     splits.push_back({8, items, true, true});
-    splits.push_back({2, 66 / items * items, true, true});
-    splits.push_back({4, 30 / items * items, false, true});
-    splits.push_back({4, 30 / items * items, true, true});
-    splits.push_back({1, 132 / items * items, true, true});
     splits.push_back({1, 132 / items * items, false, true});
   }
   for (const Split& split : splits) {
-    if (split.groups == 0) continue;
-    try {
-      runner.plan(false, &split);
-      runner.report("tune", runner.time(), runner.error());
-    } catch (const Error& error) {
-      std::printf("# %s\n", error.what());
+    for (const bool few_warps : {false, true}) {
+      if (split.half && !few_warps) continue;
+      try {
+        runner.plan(false, &split, few_warps);
+        runner.report("tune", runner.time(), error);
+        runner.plan(true, &split, few_warps);
+        runner.report("tune+", runner.time(), error);
+      } catch (const Error& refused) {
+        std::printf("# %s\n", refused.what());
+      }
     }
   }
 }

@@ -51,12 +51,13 @@ const DecodeKernel* find_flat(DecodeVariant variant) {
   return kernel;
 }
 
-// The kernel of a split: half units and clusters have their own, where they exist.
+// The kernel of a split: half units need their own, clusters have their own for the common shapes.
 const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
   DecodeVariant variant = flat.variant;
   variant.half = split.half;
   variant.cluster = split.ranks > 1;
-  return find_decode_kernel(variant);
+  const DecodeKernel* kernel = find_decode_kernel(variant);
+  return kernel == nullptr && !split.half ? &flat : kernel;
 }
 
 bool alike(const std::vector<PlanSequence>& sequences) {
@@ -71,10 +72,10 @@ PlanDevice describe_device(const DecodeKernel& flat) {
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   if (info.major < 9) return device;
-  if (const DecodeKernel* pair = kernel_for(flat, {2, 1, false, true})) device.clusters_of_2 = resident_clusters(*pair, 2);
-  if (const DecodeKernel* eight = kernel_for(flat, {8, 1, true, true})) {
-    device.clusters_of_8 = resident_clusters(*eight, 8);
-  }
+  const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
+  device.clusters_of_2 = resident_clusters(pair, 2);
+  device.clusters_of_8 = resident_clusters(pair, 8);
+  device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
   return device;
 }
 
@@ -203,8 +204,8 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   const int per_item = 4 * flat->variant.n_tiles;
   const int items = impl.sequences * pool.shape.kv_heads * ((rows * args.group + per_item - 1) / per_item);
   const PlanDevice device = describe_device(*flat);
-  const Split split = choose_split(device, items, longest, alike(pages), device.clusters_of_8 > 0);
-  impl.kernel = split.ranks == 1 && !split.half ? flat : kernel_for(*flat, split);
+  const Split split = choose_split(device, items, longest, alike(pages));
+  impl.kernel = kernel_for(*flat, split);
   impl.load(split, split.half ? impl.describe_sequences(headroom, 2) : pages);
 }
 

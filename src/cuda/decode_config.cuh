@@ -50,12 +50,10 @@ struct DecodeConfig {
   static_assert(!(Half && (KeyBits == 3 || ValueBits == 3)), "the 1-bit planes of 3-bit codes serve whole pages");
   static_assert(HighSteps == 0 || KeyBits == 2);
 
-  // Shared memory. Accumulators (decode_merge.cuh) take the place of the first four warps' outputs.
-  static_assert(Warps >= 4);
+  // Shared memory.
   static constexpr int merge_stride = ValueDim + 8;  // spreads the four heads of a warp over the banks
   static constexpr int barrier_offset = Warps * slot_bytes;
-  static constexpr int lock_offset = barrier_offset + Warps * 16;
-  static constexpr int merge_offset = lock_offset + 64;
+  static constexpr int merge_offset = barrier_offset + Warps * 16;
   static constexpr int state_offset = merge_offset + Warps * vectors * merge_stride * 4;
   static constexpr int block_offset = state_offset + Warps * vectors * 8;  // what a cluster reads: outputs, then states
   static constexpr int flag_offset = block_offset + vectors * (ValueDim + 2) * 4;

@@ -71,12 +71,6 @@ __global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_cons
   pipeline.fetch_keys(next);
   pipeline.fetch_values(next);
   if (args.pages_settled != 0) ptx::wait_for_predecessor();
-  if (ranks == 1) {
-    if (threadIdx.x < kAccumulators) {
-      reinterpret_cast<AccumulatorLock*>(shared + C::lock_offset)[threadIdx.x] = AccumulatorLock();
-    }
-    __syncthreads();
-  }
 
   const std::uint8_t* keys = shared + warp * C::slot_bytes;
   const std::uint8_t* values = keys + C::key_bytes;
@@ -116,11 +110,7 @@ __global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_cons
       const ExactTile tile = exact_tile<C>(args, segment, unit);
       if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
     }
-    if (ranks == 1) {
-      add_segment<C>(args, segment, i, shared, state, lane);
-    } else {
-      merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
-    }
+    merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
   }
 }
 

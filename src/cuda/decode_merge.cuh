@@ -67,17 +67,6 @@ __device__ void store_result(const DecodeArgs& args, const Segment& segment, int
   }
 }
 
-// The same for four channels.
-template <class C>
-__device__ void store_result4(const DecodeArgs& args, const Segment& segment, int vector, int channel, float2 state,
-                              float4 o) {
-  const Target target = finish_vector<C>(args, segment, vector, state.x, state.y, channel == 0);
-  if (target.out == nullptr) return;
-  const float f = target.factor;
-  *reinterpret_cast<uint2*>(target.out + channel) = {ptx::narrow2<C::bfloat>(o.x * f, o.y * f),
-                                                     ptx::narrow2<C::bfloat>(o.z * f, o.w * f)};
-}
-
 // Writes this warp's state to shared memory, ready to be summed.
 template <class C>
 __device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>& state, const Lane& lane) {
@@ -151,7 +140,7 @@ __device__ bool arrive_last(const DecodeArgs& args, const Segment& segment, std:
   return *flag != 0;
 }
 
-// For clusters: all warps of all blocks meet at the end of a segment.
+// All warps of all blocks of the cluster meet at the end of a segment.
 template <class C>
 __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank, int ranks,
                               const WarpState<C>& state, const Lane& lane) {
@@ -199,140 +188,6 @@ __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, st
 #endif
   if (segment.parts > 1 && rank == 0 && arrive_last<C>(args, segment, shared)) combine_parts<C>(args, segment);
   __syncthreads();  // the shared buffers are free for the next segment
-}
-
-// ---- blocks of their own: warps do not wait for each other
-
-// Where the warps of a block sum up a segment one after the other. Warps run ahead of each other into later segments, so
-// there are a few of these; segment i uses number i % kAccumulators for the (i / kAccumulators)-th time.
-constexpr int kAccumulators = 4;
-
-struct AccumulatorLock {
-  int lock = 0;
-  int use = 0;      // which use is going on
-  int arrived = 0;  // warps that are in
-  int unused = 0;
-};
-
-// combine_parts by one warp: all vectors at once, so that the parts' latencies overlap.
-template <class C>
-__device__ void combine_parts_warp(const DecodeArgs& args, const Segment& segment) {
-  constexpr int record = C::vectors * (C::value.dim + 2);
-  const float* parts = args.partials + static_cast<std::int64_t>(segment.partial0) * record;
-  for (int c = static_cast<int>(threadIdx.x) % 32 * 4; c < C::value.dim; c += 128) {
-    float2 state[C::vectors];
-    float4 out[C::vectors];
-#pragma unroll
-    for (int v = 0; v < C::vectors; ++v) {
-      state[v] = {kMinusInfinity, 0};
-      out[v] = {0, 0, 0, 0};
-    }
-    for (int part = 0; part < segment.parts; ++part) {
-      const float* from = parts + static_cast<std::int64_t>(part) * record;
-      float2 s[C::vectors];
-      float4 o[C::vectors];
-#pragma unroll
-      for (int v = 0; v < C::vectors; ++v) {
-        s[v] = __ldcg(reinterpret_cast<const float2*>(from + C::vectors * C::value.dim) + v);
-        o[v] = __ldcg(reinterpret_cast<const float4*>(from + v * C::value.dim + c));
-      }
-#pragma unroll
-      for (int v = 0; v < C::vectors; ++v) {
-        const float peak = fmaxf(state[v].x, s[v].x);
-        const float finite = peak == kMinusInfinity ? 0.0F : peak;
-        const float mine = ptx::exp2_fast(state[v].x - finite);
-        const float theirs = ptx::exp2_fast(s[v].x - finite);
-        state[v] = {peak, mine * state[v].y + theirs * s[v].y};
-        out[v] = {mine * out[v].x + theirs * o[v].x, mine * out[v].y + theirs * o[v].y,
-                  mine * out[v].z + theirs * o[v].z, mine * out[v].w + theirs * o[v].w};
-      }
-    }
-#pragma unroll
-    for (int v = 0; v < C::vectors; ++v) store_result4<C>(args, segment, v, c, state[v], out[v]);
-  }
-}
-
-// A finished accumulator to the result, or to this segment's part.
-template <class C>
-__device__ void flush_accumulator(const DecodeArgs& args, const Segment& segment, const float* outputs,
-                                  const float2* states) {
-  constexpr int record = C::vectors * (C::value.dim + 2);
-  float* part = args.partials + static_cast<std::int64_t>(segment.partial0 + segment.part) * record;
-  for (int c = static_cast<int>(threadIdx.x) % 32 * 4; c < C::value.dim; c += 128) {
-#pragma unroll
-    for (int v = 0; v < C::vectors; ++v) {
-      const float4 o = *reinterpret_cast<const float4*>(outputs + v * C::merge_stride + c);
-      if (segment.parts == 1) {
-        store_result4<C>(args, segment, v, c, states[v], o);
-      } else {
-        *reinterpret_cast<float4*>(part + v * C::value.dim + c) = o;
-        if (c == 0) reinterpret_cast<float2*>(part + C::vectors * C::value.dim)[v] = states[v];
-      }
-    }
-  }
-  if (segment.parts > 1) __threadfence();
-  __syncwarp();
-}
-
-// Adds this warp's state; the last warp of the block writes the result or the part.
-template <class C>
-__device__ void add_segment(const DecodeArgs& args, const Segment& segment, int number, std::uint8_t* shared,
-                            const WarpState<C>& state, const Lane& lane) {
-  const int thread = static_cast<int>(threadIdx.x) % 32;
-  const int slot = number % kAccumulators;
-  auto* outputs = reinterpret_cast<float*>(shared + C::merge_offset) + slot * C::vectors * C::merge_stride;
-  auto* states = reinterpret_cast<float2*>(shared + C::state_offset) + slot * C::vectors;
-  auto* control = reinterpret_cast<volatile AccumulatorLock*>(shared + C::lock_offset) + slot;
-  if (thread == 0) {
-    while (true) {
-      if (atomicCAS(const_cast<int*>(&control->lock), 0, 1) == 0) {
-        if (control->use == number / kAccumulators) break;
-        __threadfence_block();
-        atomicExch(const_cast<int*>(&control->lock), 0);
-      }
-      __nanosleep(20);
-    }
-    __threadfence_block();
-  }
-  __syncwarp();
-  const int arrived = control->arrived;
-#pragma unroll
-  for (int n = 0; n < C::n_tiles; ++n) {
-    const int vector = 4 * n + lane.t;
-    const float sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.sum[n])));
-    const float bias = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.bias[n])));
-    const float2 before = arrived == 0 ? float2{kMinusInfinity, 0} : states[vector];
-    const float peak = fmaxf(before.x, state.maximum[n]);
-    const float finite = peak == kMinusInfinity ? 0.0F : peak;
-    const float theirs = ptx::exp2_fast(before.x - finite);
-    const float mine = ptx::exp2_fast(state.maximum[n] - finite);
-#pragma unroll
-    for (int j = 0; j < C::value_tiles; ++j) {
-      constexpr int bits = C::value_positions == 4 ? 2 : 4;
-      const float excess = state.excess[n] * (1.0F / static_cast<float>(1 << (bits * (j % C::value_positions))));
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& out = outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g];
-        const float add = mine * (state.o[n][j][e] - excess + bias);
-        out = arrived == 0 ? add : fmaf(theirs, out, add);
-      }
-    }
-    __syncwarp();  // every lane has read the state of its vector
-    if (lane.g == 0) states[vector] = {peak, fmaf(theirs, before.y, mine * sum)};
-  }
-  __syncwarp();
-  const bool last = arrived + 1 == C::warps;
-  if (last) flush_accumulator<C>(args, segment, outputs, states);
-  if (thread == 0) {
-    control->arrived = last ? 0 : arrived + 1;
-    if (last) control->use = number / kAccumulators + 1;
-    __threadfence_block();
-    atomicExch(const_cast<int*>(&control->lock), 0);
-  }
-  __syncwarp();
-  if (!last || segment.parts == 1) return;
-  const bool combine = thread == 0 && count_part(args, segment);
-  if (__any_sync(0xFFFFFFFFU, combine)) combine_parts_warp<C>(args, segment);
 }
 
 }  // namespace kvant::cuda

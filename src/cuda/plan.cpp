@@ -7,6 +7,9 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kShortPages = 64;  // up to here one cluster of 8 per head is faster than more clusters and a second merge
+constexpr int kHalfPages = 32;   // up to here a cluster's 64 warps have no whole page each
+// What ending a segment costs, in units: warps without a page in the last round, and the merge.
+constexpr double kSegmentCost = 10;
 
 struct Item {
   int sequence = 0;
@@ -18,17 +21,19 @@ struct Item {
 struct CostLine {
   PlanSequence sequence;
   double exact_cost;
+  double overhead;
 
   int end() const { return sequence.coded_units + sequence.exact_tiles; }
   double at(int unit) const {
     const int coded = std::clamp(unit, sequence.first_unit, sequence.coded_units) - sequence.first_unit;
     const int exact = std::clamp(unit - sequence.coded_units, 0, sequence.live_tiles);
-    return coded + exact * exact_cost;
+    return overhead + coded + exact * exact_cost;
   }
   double total() const { return at(end()); }
   // The first unit whose start costs at least `cost`.
   int unit_at(double cost) const {
     const double coded = sequence.coded_units - sequence.first_unit;
+    cost = std::max(cost - overhead, 0.0);
     if (cost <= coded) return sequence.first_unit + static_cast<int>(std::lround(cost));
     const int tile = static_cast<int>(std::lround((cost - coded) / exact_cost));
     return std::min(sequence.coded_units + tile, end());
@@ -64,7 +69,8 @@ class Builder {
 
  private:
   CostLine line(const Item& item) const {
-    return {sequences_[static_cast<std::size_t>(item.sequence)], shape_.exact_cost};
+    return {sequences_[static_cast<std::size_t>(item.sequence)], shape_.exact_cost,
+            plan_.split.aligned ? 0.0 : kSegmentCost};
   }
 
   // Adds the parts [ends[i-1], ends[i]) of an item to groups first_group + i.
@@ -132,12 +138,12 @@ class Builder {
 
 }  // namespace
 
-Split choose_split(const PlanDevice& device, int items, int pages, bool alike, bool halves_exist) {
+Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
   Split split;
   split.groups = device.multiprocessors;
   if (!alike || items == 0) return split;
-  if (items <= device.clusters_of_8 && pages <= kShortPages && halves_exist) {
-    return {8, items, true, true};
+  if (items <= device.clusters_of_8 && pages <= kShortPages) {
+    return {8, items, device.halves && pages <= kHalfPages, true};
   }
   if (items <= device.clusters_of_2) {
     return {2, device.clusters_of_2 / items * items, false, true};

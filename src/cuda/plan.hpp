@@ -46,10 +46,11 @@ struct PlanDevice {
   int multiprocessors = 132;
   int clusters_of_2 = 0;  // co-resident clusters of that size; 0 where the device has none
   int clusters_of_8 = 0;
+  bool halves = false;  // a kernel for half pages exists
 };
 
 // items = sequences * KV heads * blocks of vectors, all alike or not; pages: coded pages of the longest sequence.
-Split choose_split(const PlanDevice& device, int items, int pages, bool alike, bool halves_exist);
+Split choose_split(const PlanDevice& device, int items, int pages, bool alike);
 
 Plan make_plan(const Split& split, const PlanShape& shape, std::span<const PlanSequence> sequences);
 

@@ -126,6 +126,16 @@ TEST(GpuAttend, Splits) {
     shape.lengths.assign(static_cast<std::size_t>(sequences), length);
     expect_agreement(shape);
   }
+  for (const int group : {4, 8}) {  // shapes without kernels of their own for clusters
+    for (const std::int64_t length : {3000, 20000}) {
+      Shape shape;
+      shape.group = group;
+      shape.lengths = {length};
+      expect_agreement(shape);
+      shape.cache = {1, 256, 256, DType::f16};
+      expect_agreement(shape);
+    }
+  }
   Shape ragged;
   ragged.lengths = {5000, 3, 0, 129, 20000, 777, 1, 4096};
   expect_agreement(ragged);
