@@ -251,9 +251,9 @@ class Runner {
   void report(const char* kind, double us, double error) const {
     const double rate = bytes_ / us * 1e-3;
     std::printf("{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"kind\": \"%s\", \"us\": %.2f, "
-                "\"GB/s\": %.0f, \"percent\": %.1f, \"error\": %.2e, \"split\": \"%s\"}\n",
+                "\"GB/s\": %.0f, \"percent\": %.1f, \"error\": %.2e, \"split\": \"%s\", \"cost\": %.0f}\n",
                 case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), kind, us,
-                rate, 100 * rate / bandwidth_, error, sets_[0].plan->describe().c_str());
+                rate, 100 * rate / bandwidth_, error, sets_[0].plan->describe().c_str(), sets_[0].plan->impl().plan.split.segment_cost);
     std::fflush(stdout);
   }
 
@@ -352,13 +352,9 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   runner.report("overlap", runner.time(), error);
   if (!tune) return;
   const int items = c.batch * c.shape.kv_heads;
-  std::vector<Split> splits = {{1, 132, false, false}};
+  std::vector<Split> splits;
+  for (const double cost : {0.0, 5.0, 10.0, 20.0, 30.0}) splits.push_back({1, 132, false, false, cost});
   if (items <= 66) splits.push_back({2, 66 / items * items, false, true});
-  if (items <= 16) {
-    splits.push_back({8, items, false, true});
-    splits.push_back({8, items, true, true});
-    splits.push_back({1, 132 / items * items, false, true});
-  }
   for (const Split& split : splits) {
     for (const bool few_warps : {false, true}) {
       if (split.half && !few_warps) continue;
@@ -378,8 +374,15 @@ int run(const std::string& what) {
   const DeviceInfo info = device_info();
   const double bandwidth = read_bandwidth();
   std::printf("{\"device\": \"%s\", \"read GB/s\": %.0f}\n", info.name.c_str(), bandwidth);
-  if (what == "table" || what == "all" || what == "tune") {
-    for (const Case& c : table_cases()) run_case(c, bandwidth, what == "tune");
+  if (what == "table" || what == "all") {
+    for (const Case& c : table_cases()) run_case(c, bandwidth, false);
+  }
+  if (what == "tune") {
+    std::vector<Case> cases = table_cases();
+    cases.push_back(more_cases().front());
+    for (const Case& c : cases) {
+      if (c.batch > 1 && c.name != "4-bit") run_case(c, bandwidth, true);
+    }
   }
   if (what == "more" || what == "all") {
     for (const Case& c : more_cases()) {

@@ -55,7 +55,7 @@ const DecodeKernel* find_flat(DecodeVariant variant) {
 const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
   DecodeVariant variant = flat.variant;
   variant.half = split.half;
-  variant.cluster = split.ranks > 1;
+  variant.cluster = split.ranks > 1 || split.few_warps;
   const DecodeKernel* kernel = find_decode_kernel(variant);
   return kernel == nullptr && !split.half ? &flat : kernel;
 }

@@ -5,13 +5,12 @@
 
 namespace kvant::cuda {
 
-// Warps of a block: as many slots as keep 75 to 140 KB in flight on a multiprocessor. More makes blocks unequal (README.md),
-// fewer leaves the memory waiting. Two blocks of vectors need twice the registers.
+// Warps of a block, a multiple of the four schedulers: as many slots as keep 75 to 150 KB in flight on a multiprocessor.
+// More makes blocks unequal (README.md), fewer leaves the memory waiting. Two blocks of vectors need twice the registers.
 constexpr int decode_warps(const KeyFormat& key, const ValueFormat& value, int n_tiles, bool half, bool cluster) {
   const int slot = key.bytes() + value.bytes();
-  const int most = half || cluster || n_tiles > 1 ? 8 : 12;
-  const int fit = 139264 / slot / 2 * 2;
-  return fit < most ? fit : most;
+  if (12 * slot <= 115200 && n_tiles == 1 && !half && !cluster) return 12;
+  return 8 * slot <= 150000 ? 8 : 4;
 }
 
 template <int KeyBits, int ValueBits, int HighSteps, int KeyDim, int ValueDim, int NTiles, bool Half, bool Bfloat,

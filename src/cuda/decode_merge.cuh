@@ -6,6 +6,8 @@
 
 namespace kvant::cuda {
 
+constexpr int kMaxRanks = 8;  // blocks of a cluster
+
 // (maximum, sum) pairs and outputs of `count` partial results, merged for one vector and channel.
 struct Merged {
   float maximum = kMinusInfinity;
@@ -13,18 +15,37 @@ struct Merged {
   float output = 0;
 };
 
-template <class State, class Output>
+// Merges parts 0..count-1, count <= Most. All loads are on their way before the first is used.
+template <int Most, class State, class Output>
 __device__ __forceinline__ Merged merge_parts(int count, const State& state, const Output& output) {
-  Merged r;
-  for (int i = 0; i < count; ++i) r.maximum = fmaxf(r.maximum, state(i).x);
-  const float finite = r.maximum == kMinusInfinity ? 0.0F : r.maximum;
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float2 s = state(i);
-    const float weight = ptx::exp2_fast(s.x - finite);
-    r.sum = fmaf(weight, s.y, r.sum);
-    r.output = fmaf(weight, output(i), r.output);
+  float2 states[Most];
+  float outputs[Most];
+#pragma unroll
+  for (int i = 0; i < Most; ++i) {
+    states[i] = i < count ? state(i) : float2{kMinusInfinity, 0};
+    outputs[i] = i < count ? output(i) : 0.0F;
   }
+  Merged r;
+#pragma unroll
+  for (int i = 0; i < Most; ++i) r.maximum = fmaxf(r.maximum, states[i].x);
+  const float finite = r.maximum == kMinusInfinity ? 0.0F : r.maximum;
+#pragma unroll
+  for (int i = 0; i < Most; ++i) {
+    const float weight = ptx::exp2_fast(states[i].x - finite);
+    r.sum = fmaf(weight, states[i].y, r.sum);
+    r.output = fmaf(weight, outputs[i], r.output);
+  }
+  return r;
+}
+
+__device__ __forceinline__ Merged merge_two(const Merged& a, const Merged& b) {
+  Merged r;
+  r.maximum = fmaxf(a.maximum, b.maximum);
+  const float finite = r.maximum == kMinusInfinity ? 0.0F : r.maximum;
+  const float wa = ptx::exp2_fast(a.maximum - finite);
+  const float wb = ptx::exp2_fast(b.maximum - finite);
+  r.sum = wa * a.sum + wb * b.sum;
+  r.output = wa * a.output + wb * b.output;
   return r;
 }
 
@@ -97,14 +118,19 @@ __device__ void combine_parts(const DecodeArgs& args, const Segment& segment) {
   const float* parts = args.partials + static_cast<std::int64_t>(segment.partial0) * record;
   for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::value.dim; i += C::threads) {
     const int vector = i / C::value.dim;
-    const Merged r = merge_parts(
-        segment.parts,
-        [&](int part) {
-          return __ldcg(reinterpret_cast<const float2*>(parts + static_cast<std::int64_t>(part) * record +
-                                                        C::vectors * C::value.dim) +
-                        vector);
-        },
-        [&](int part) { return __ldcg(parts + static_cast<std::int64_t>(part) * record + i); });
+    constexpr int batch = 8;
+    Merged r;
+    for (int first = 0; first < segment.parts; first += batch) {
+      const float* from = parts + static_cast<std::int64_t>(first) * record;
+      r = merge_two(r, merge_parts<batch>(
+                           segment.parts - first,
+                           [&](int part) {
+                             return __ldcg(reinterpret_cast<const float2*>(from + part * record +
+                                                                           C::vectors * C::value.dim) +
+                                           vector);
+                           },
+                           [&](int part) { return __ldcg(from + part * record + i); }));
+    }
     store_result<C>(args, segment, vector, i % C::value.dim, r);
   }
 }
@@ -160,7 +186,7 @@ __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, st
   };
   for (int i = thread; i < C::vectors * C::value.dim; i += C::threads) {
     const int vector = i / C::value.dim;
-    const Merged r = merge_parts(
+    const Merged r = merge_parts<C::warps>(
         C::warps, [&](int w) { return states[w * C::vectors + vector]; },
         [&](int w) { return outputs[(w * C::vectors + vector) * C::merge_stride + i % C::value.dim]; });
     if (ranks == 1) {
@@ -176,7 +202,7 @@ __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, st
     ptx::cluster_wait();
     for (int i = rank * C::threads + thread; i < C::vectors * C::value.dim; i += ranks * C::threads) {
       const auto* s = reinterpret_cast<const float*>(block_states + i / C::value.dim);
-      const Merged r = merge_parts(
+      const Merged r = merge_parts<kMaxRanks>(
           ranks, [&](int k) { return float2{ptx::load_cluster(s, k), ptx::load_cluster(s + 1, k)}; },
           [&](int k) { return ptx::load_cluster(block_outputs + i, k); });
       finish(i, r);

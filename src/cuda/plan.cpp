@@ -6,10 +6,10 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kShortPages = 64;  // up to here one cluster of 8 per head is faster than more clusters and a second merge
-constexpr int kHalfPages = 32;   // up to here a cluster's 64 warps have no whole page each
-// What ending a segment costs, in units: warps without a page in the last round, and the merge.
-constexpr double kSegmentCost = 10;
+constexpr int kShortPages = 256;  // up to here one cluster of 8 per head is faster than more clusters and a second merge
+constexpr int kHalfPages = 32;    // up to here a cluster's 64 warps have no whole page each
+constexpr double kShortSegmentCost = 20;  // of the segments of a ragged batch: many are shorter than a round of the warps
+constexpr int kFewPages = 250;            // per multiprocessor: below, 8 warps beat 12
 
 struct Item {
   int sequence = 0;
@@ -70,7 +70,7 @@ class Builder {
  private:
   CostLine line(const Item& item) const {
     return {sequences_[static_cast<std::size_t>(item.sequence)], shape_.exact_cost,
-            plan_.split.aligned ? 0.0 : kSegmentCost};
+            plan_.split.aligned ? 0.0 : plan_.split.segment_cost};
   }
 
   // Adds the parts [ends[i-1], ends[i]) of an item to groups first_group + i.
@@ -141,7 +141,12 @@ class Builder {
 Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
   Split split;
   split.groups = device.multiprocessors;
-  if (!alike || items == 0) return split;
+  if (items == 0) return split;
+  if (!alike) {
+    split.segment_cost = kShortSegmentCost;
+    return split;
+  }
+  split.few_warps = std::int64_t{items} * pages / device.multiprocessors < kFewPages;
   if (items <= device.clusters_of_8 && pages <= kShortPages) {
     return {8, items, device.halves && pages <= kHalfPages, true};
   }

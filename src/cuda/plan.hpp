@@ -31,6 +31,9 @@ struct Split {
   int groups = 1;
   bool half = false;     // units are half pages
   bool aligned = false;  // groups are dealt out per (sequence, head): no group works on two of them
+  // What ending a segment costs, in units: warps without a page in the last round, and the merge.
+  double segment_cost = 5;
+  bool few_warps = false;  // the kernel with fewer warps, which ends segments sooner
 };
 
 struct Plan {
