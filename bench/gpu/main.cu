@@ -70,7 +70,8 @@ __global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsigned see
     ends[boosted ? 0 : 4] = number(c + 512, 1, 2);
   }
   for (int i = thread; i < f.key.high_steps * kStep; i += static_cast<int>(blockDim.x)) {
-    const int wrapped = max(0, shift + f.boosted - f.key.dim);  // entries at the start of the circle, in ascending order
+    const int wrapped =
+        max(0, shift + f.boosted - f.key.dim);  // entries at the start of the circle, in ascending order
     const int channel = i < wrapped ? i : shift + i - wrapped;
     page[f.key.index_offset() + i] = static_cast<std::uint8_t>(i < f.boosted ? channel : 0);
   }
@@ -165,8 +166,9 @@ class Runner {
       std::int64_t tokens = c.tokens;
       if (c.shortest > 0) {
         const double share = static_cast<double>(b) / std::max(1, c.batch - 1);
-        tokens = static_cast<std::int64_t>(static_cast<double>(c.shortest) *
-                                           std::pow(static_cast<double>(c.tokens) / static_cast<double>(c.shortest), share));
+        tokens =
+            static_cast<std::int64_t>(static_cast<double>(c.shortest) *
+                                      std::pow(static_cast<double>(c.tokens) / static_cast<double>(c.shortest), share));
       }
       pages_.push_back(tokens / kPage);
       pages += pages_.back();
@@ -242,7 +244,8 @@ class Runner {
   }
 
   double time() {
-    const int count = static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200));
+    const int count =
+        static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200));
     return time_graph(count, [&](int i, cudaStream_t stream) {
       sets_[static_cast<std::size_t>(i) % sets_.size()].plan->run(q_.get(), out_.get(), nullptr, stream);
     });
@@ -250,10 +253,12 @@ class Runner {
 
   void report(const char* kind, double us, double error) const {
     const double rate = bytes_ / us * 1e-3;
-    std::printf("{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"kind\": \"%s\", \"us\": %.2f, "
-                "\"GB/s\": %.0f, \"percent\": %.1f, \"error\": %.2e, \"split\": \"%s\", \"cost\": %.0f}\n",
-                case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), kind, us,
-                rate, 100 * rate / bandwidth_, error, sets_[0].plan->describe().c_str(), sets_[0].plan->impl().plan.split.segment_cost);
+    std::printf(
+        "{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"kind\": \"%s\", \"us\": %.2f, "
+        "\"GB/s\": %.0f, \"percent\": %.1f, \"error\": %.2e, \"split\": \"%s\", \"cost\": %.0f}\n",
+        case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), kind, us, rate,
+        100 * rate / bandwidth_, error, sets_[0].plan->describe().c_str(),
+        sets_[0].plan->impl().plan.split.segment_cost);
     std::fflush(stdout);
   }
 
@@ -294,16 +299,23 @@ double time_seal(const char* recipe, int pages) {
   for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
   DeviceBuffer<SealJob> device(jobs.size());
   device.copy_from(jobs.data(), jobs.size());
-  const SealArgs args{device.get(), p.exact.get(), static_cast<std::int64_t>(p.exact_stride()), p.pages.get(),
-                      static_cast<std::int64_t>(p.page_stride()), shape.kv_heads, p.format.boosted};
+  const SealArgs args{device.get(),
+                      p.exact.get(),
+                      static_cast<std::int64_t>(p.exact_stride()),
+                      p.pages.get(),
+                      static_cast<std::int64_t>(p.page_stride()),
+                      shape.kv_heads,
+                      p.format.boosted};
   launch_seal(p.format, args, pages, nullptr);
   return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
 }
 
 std::vector<Case> table_cases() {
   std::vector<Case> cases;
-  for (const auto& [name, recipe] : {std::pair{"2-bit", "kivi:k=2,v=2"}, {"kitty 25 %", "kitty:sink=0"}, {"4-bit", "kivi:k=4,v=4"}}) {
-    for (const auto& [batch, tokens] : {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
+  for (const auto& [name, recipe] :
+       {std::pair{"2-bit", "kivi:k=2,v=2"}, {"kitty 25 %", "kitty:sink=0"}, {"4-bit", "kivi:k=4,v=4"}}) {
+    for (const auto& [batch, tokens] :
+         {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
       Case c;
       c.name = name;
       c.recipe = recipe;
@@ -317,7 +329,8 @@ std::vector<Case> table_cases() {
 
 std::vector<Case> more_cases() {
   std::vector<Case> cases;
-  const auto add = [&](const char* name, const char* recipe, int dim, DType type, int group, int batch, int tokens, int shortest, int rows) {
+  const auto add = [&](const char* name, const char* recipe, int dim, DType type, int group, int batch, int tokens,
+                       int shortest, int rows) {
     Case c;
     c.name = name;
     c.recipe = recipe;

@@ -1,10 +1,10 @@
 // The cache on an NVIDIA GPU: pages in device memory, sequences that share them, decode attention from the codes.
-// Only in builds that found the CUDA toolkit (target kvant_cuda). No CUDA header is needed here: streams are cudaStream_t
-// passed as void*, null is the default stream; data pointers are device pointers.
+// Only in builds that found the CUDA toolkit (target kvant_cuda). No CUDA header is needed here: streams are
+// cudaStream_t passed as void*, null is the default stream; data pointers are device pointers.
 //
 // Every function works on the current device and throws Error(unsupported) where a CUDA call fails. Work is enqueued on
-// the stream given; objects are thread-compatible, and calls that share a pool belong on one stream or must be ordered by
-// the caller.
+// the stream given; objects are thread-compatible, and calls that share a pool belong on one stream or must be ordered
+// by the caller.
 #pragma once
 
 #include <cstddef>
@@ -56,7 +56,8 @@ class PagePool {
   std::shared_ptr<Impl> impl_;
 };
 
-// The pages of one sequence: [sinks | sealed pages | open tail], as Cache has them. Movable; fork() shares sealed pages.
+// The pages of one sequence: [sinks | sealed pages | open tail], as Cache has them. Movable; fork() shares sealed
+// pages.
 class Sequence {
  public:
   explicit Sequence(const PagePool& pool);
@@ -99,8 +100,8 @@ class Batch {
 
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
-  // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's type.
-  // Lengths grow on the device. Calls reserve() where room is missing.
+  // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
+  // type. Lengths grow on the device. Calls reserve() where room is missing.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
@@ -135,9 +136,9 @@ enum class AttendPath : std::uint8_t {
   reference,  // plain binary64 arithmetic, slow: the cross-check
 };
 
-// How one attention call is split over the GPU: made once, valid until pages of the batch are sealed or it is bound anew;
-// sequences may meanwhile grow by `headroom` tokens. Making a plan allocates and synchronises, running it does neither,
-// so that it can be captured in a graph. A plan runs on one stream at a time.
+// How one attention call is split over the GPU: made once, valid until pages of the batch are sealed or it is bound
+// anew; sequences may meanwhile grow by `headroom` tokens. Making a plan allocates and synchronises, running it does
+// neither, so that it can be captured in a graph. A plan runs on one stream at a time.
 class AttendPlan {
  public:
   // rows: query rows per sequence, 1 to 8, the last tokens of it. query_heads: a multiple of kv_heads, up to 16 times.
@@ -147,7 +148,8 @@ class AttendPlan {
   AttendPlan(AttendPlan&&) noexcept;
 
   // q [sequence][row][query_head][key_dim] and out [..][value_dim], dense, cache's type; lse null or
-  // [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are zeros, -inf.
+  // [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are zeros,
+  // -inf.
   void run(const void* q, void* out, float* lse, void* stream) const;
 
   AttendPath path() const;

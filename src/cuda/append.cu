@@ -43,7 +43,7 @@ void launch_append(const DeviceFormat& format, const AppendArgs& args, int seque
   const dim3 grid(static_cast<unsigned>(sequences), static_cast<unsigned>(args.kv_heads));
   append_kernel<<<grid, kThreads, 0, as_stream(stream)>>>(args, format.exact);
   grow_kernel<<<static_cast<unsigned>((sequences + 255) / 256), 256, 0, as_stream(stream)>>>(args.lengths, sequences,
-                                                                                            args.rows);
+                                                                                             args.rows);
   check(cudaGetLastError(), "launch of the append kernels");
 }
 

@@ -111,8 +111,8 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   shape.kv_heads = batch->pool->shape.kv_heads;
   shape.vectors = args.rows * args.group;
   shape.vectors_per_item = 4 * kernel->variant.n_tiles;
-  shape.exact_cost = static_cast<double>(format.exact.tile_bytes()) /
-                     static_cast<double>(format.head_bytes() / (split.half ? 2 : 1));
+  shape.exact_cost =
+      static_cast<double>(format.exact.tile_bytes()) / static_cast<double>(format.head_bytes() / (split.half ? 2 : 1));
   plan = make_plan(split, shape, shapes);
   inlined = InlinePlan();
   if (plan.segments.size() == static_cast<std::size_t>(split.groups) && split.groups <= InlinePlan::kSegments &&
@@ -183,7 +183,8 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
     const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
     impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
   }
-  const DecodeKernel* flat = path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group));
+  const DecodeKernel* flat =
+      path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group));
   if (flat == nullptr) {
     if (path == AttendPath::integer) refuse("this build has no integer kernel for the pool's recipe and shape");
     impl.path = AttendPath::reference;
@@ -229,7 +230,8 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
     launch_reference(impl.batch->pool->format, args, impl.reference, impl.sequences, stream);
     return;
   }
-  launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap, stream);
+  launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap,
+                stream);
 }
 
 AttendPath AttendPlan::path() const {

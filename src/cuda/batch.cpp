@@ -30,8 +30,8 @@ void Batch::Impl::upload(bool lengths_too, void* stream) {
     out[static_cast<std::size_t>(capacity) + b] = static_cast<std::int32_t>(s.tail_begin());
     std::int32_t* pages = out + 2 * static_cast<std::int64_t>(capacity) + static_cast<std::int64_t>(b) * table_stride;
     std::copy(s.pages.begin(), s.pages.end(), pages);
-    std::int32_t* exact = out + static_cast<std::int64_t>(capacity) * (2 + table_stride) +
-                          static_cast<std::int64_t>(b) * exact_stride;
+    std::int32_t* exact =
+        out + static_cast<std::int64_t>(capacity) * (2 + table_stride) + static_cast<std::int64_t>(b) * exact_stride;
     exact[0] = s.sink_page;
     std::copy(s.tail.begin(), s.tail.end(), exact + 1);
   }

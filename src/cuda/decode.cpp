@@ -101,8 +101,9 @@ void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, voi
   check(cudaFuncSetAttribute(kernel->seal, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->seal_shared_bytes),
         "shared memory of the seal kernel");
   void* parameters[] = {const_cast<SealArgs*>(&args)};
-  check(cudaLaunchKernel(kernel->seal, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)), dim3(kSealThreads),
-                         parameters, static_cast<std::size_t>(kernel->seal_shared_bytes), as_stream(stream)),
+  check(cudaLaunchKernel(kernel->seal, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)),
+                         dim3(kSealThreads), parameters, static_cast<std::size_t>(kernel->seal_shared_bytes),
+                         as_stream(stream)),
         "launch of the seal kernel");
 }
 

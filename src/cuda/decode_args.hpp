@@ -41,8 +41,8 @@ struct DecodeArgs {
   float* lse = nullptr;          // null or dense [sequence][row][query head]
   const float* sinks = nullptr;  // null or learned logit per query head
   float scale = 1;
-  float softcap = 0;       // 0: none
-  float softcap_rate = 0;  // 2 / softcap
+  float softcap = 0;        // 0: none
+  float softcap_rate = 0;   // 2 / softcap
   std::int32_t window = 0;  // 0: unlimited
   std::int32_t rows = 1;    // query rows per sequence: the last rows of it
   std::int32_t group = 1;   // query heads per KV head
@@ -50,9 +50,9 @@ struct DecodeArgs {
   std::int32_t boosted = 0;  // boosted key channels
 
   const Segment* segments = nullptr;  // null: group g has the one segment g of the InlinePlan
-  float* partials = nullptr;                    // [part][vectors][value_dim + 2]
-  std::uint32_t* counters = nullptr;            // zero between calls
-  std::int32_t pages_settled = 0;  // 1: no page in the table is written by the predecessor in the stream
+  float* partials = nullptr;          // [part][vectors][value_dim + 2]
+  std::uint32_t* counters = nullptr;  // zero between calls
+  std::int32_t pages_settled = 0;     // 1: no page in the table is written by the predecessor in the stream
 };
 
 // The part of a plan that travels with the launch: reading it from memory would put one or two misses before the first

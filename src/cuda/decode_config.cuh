@@ -5,8 +5,9 @@
 
 namespace kvant::cuda {
 
-// Warps of a block, a multiple of the four schedulers: as many slots as keep 75 to 150 KB in flight on a multiprocessor.
-// More makes blocks unequal (README.md), fewer leaves the memory waiting. Two blocks of vectors need twice the registers.
+// Warps of a block, a multiple of the four schedulers: as many slots as keep 75 to 150 KB in flight on a
+// multiprocessor. More makes blocks unequal (README.md), fewer leaves the memory waiting. Two blocks of vectors need
+// twice the registers.
 constexpr int decode_warps(const KeyFormat& key, const ValueFormat& value, int n_tiles, bool half, bool cluster) {
   const int slot = key.bytes() + value.bytes();
   if (12 * slot <= 115200 && n_tiles == 1 && !half && !cluster) return 12;
@@ -32,7 +33,7 @@ struct DecodeConfig {
   static constexpr int steps = key.steps();
   static constexpr int all_steps = steps + HighSteps;
   static constexpr int value_tiles = ValueDim / kTile;
-  static constexpr int key_positions = KeyBits == 2 ? 4 : 2;      // per byte once 3-bit codes are joined
+  static constexpr int key_positions = KeyBits == 2 ? 4 : 2;  // per byte once 3-bit codes are joined
   static constexpr int value_positions = ValueBits == 2 ? 4 : 2;
 
   // Bytes of a slot. A half unit leaves out the other half's codes.

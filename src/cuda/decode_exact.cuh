@@ -38,7 +38,8 @@ __device__ void add_exact_tile(const DecodeArgs& args, const Segment& segment, c
   const auto* values = reinterpret_cast<const uint4*>(tile.data + C::exact.key_bytes()) + thread;
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
-    // Column 2v holds the query of vector v as it is, column 2v + 1 zeros, so that scores land on the owner as codes' do.
+    // Column 2v holds the query of vector v as it is, column 2v + 1 zeros, so that scores land on the owner as codes'
+    // do.
     const std::uint16_t* q = lane.half ? nullptr : query_row(args, segment, 4 * n + lane.vector);
     float c[4] = {0, 0, 0, 0};
 #pragma unroll 4

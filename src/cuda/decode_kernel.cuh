@@ -53,8 +53,8 @@ __device__ __forceinline__ void hide(const DecodeArgs& args, const Segment& segm
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::threads, 1) decode_kernel(const __grid_constant__ DecodeArgs args,
-                                                               const __grid_constant__ InlinePlan plan, int ranks) {
+__global__ void __launch_bounds__(C::threads, 1)
+    decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ InlinePlan plan, int ranks) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;

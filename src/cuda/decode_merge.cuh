@@ -49,7 +49,8 @@ __device__ __forceinline__ Merged merge_two(const Merged& a, const Merged& b) {
   return r;
 }
 
-// Where a vector's result goes and what its merged output is multiplied with. With `write_lse` also stores its log-sum-exp.
+// Where a vector's result goes and what its merged output is multiplied with. With `write_lse` also stores its
+// log-sum-exp.
 struct Target {
   std::uint16_t* out = nullptr;  // null: no such vector
   float factor = 0;
@@ -122,14 +123,14 @@ __device__ void combine_parts(const DecodeArgs& args, const Segment& segment) {
     Merged r;
     for (int first = 0; first < segment.parts; first += batch) {
       const float* from = parts + static_cast<std::int64_t>(first) * record;
-      r = merge_two(r, merge_parts<batch>(
-                           segment.parts - first,
-                           [&](int part) {
-                             return __ldcg(reinterpret_cast<const float2*>(from + part * record +
-                                                                           C::vectors * C::value.dim) +
-                                           vector);
-                           },
-                           [&](int part) { return __ldcg(from + part * record + i); }));
+      r = merge_two(
+          r, merge_parts<batch>(
+                 segment.parts - first,
+                 [&](int part) {
+                   return __ldcg(reinterpret_cast<const float2*>(from + part * record + C::vectors * C::value.dim) +
+                                 vector);
+                 },
+                 [&](int part) { return __ldcg(from + part * record + i); }));
     }
     store_result<C>(args, segment, vector, i % C::value.dim, r);
   }
@@ -203,7 +204,10 @@ __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, st
     for (int i = rank * C::threads + thread; i < C::vectors * C::value.dim; i += ranks * C::threads) {
       const auto* s = reinterpret_cast<const float*>(block_states + i / C::value.dim);
       const Merged r = merge_parts<kMaxRanks>(
-          ranks, [&](int k) { return float2{ptx::load_cluster(s, k), ptx::load_cluster(s + 1, k)}; },
+          ranks,
+          [&](int k) {
+            return float2{ptx::load_cluster(s, k), ptx::load_cluster(s + 1, k)};
+          },
           [&](int k) { return ptx::load_cluster(block_outputs + i, k); });
       finish(i, r);
     }

@@ -1,4 +1,5 @@
-// A warp's private pipeline: one slot for a unit's keys and one for its values, each refilled as soon as it is consumed.
+// A warp's private pipeline: one slot for a unit's keys and one for its values, each refilled as soon as it is
+// consumed.
 #pragma once
 
 #include "cuda/decode_args.hpp"

@@ -1,5 +1,5 @@
-// One warp, one unit (a page or half a page): scores, softmax and output on integer tensor cores straight from the codes.
-// README.md explains the arithmetic; comments here say only what is easy to get wrong.
+// One warp, one unit (a page or half a page): scores, softmax and output on integer tensor cores straight from the
+// codes. README.md explains the arithmetic; comments here say only what is easy to get wrong.
 #pragma once
 
 #include <cmath>
@@ -40,13 +40,13 @@ __device__ __forceinline__ const std::uint16_t* query_row(const DecodeArgs& args
 
 template <class C>
 struct WarpState {
-  float q[C::n_tiles][C::steps * 4];         // channels 32 step + 16 half + 4t + 0..3 of the prepared vector
-  const std::uint16_t* query[C::n_tiles];    // the prepared vector in memory (set where channels are gathered)
-  float o[C::n_tiles][C::value_tiles][2];    // channels 16 tile + g + 8e of the owned vector
+  float q[C::n_tiles][C::steps * 4];           // channels 32 step + 16 half + 4t + 0..3 of the prepared vector
+  const std::uint16_t* query[C::n_tiles];      // the prepared vector in memory (set where channels are gathered)
+  float o[C::n_tiles][C::value_tiles][2];      // channels 16 tile + g + 8e of the owned vector
   float maximum[C::n_tiles], sum[C::n_tiles];  // sum: this lane's tokens only
-  float bias[C::n_tiles];                    // sum of weight * value minimum, this lane's tokens only
-  float excess[C::n_tiles];                  // what the 2^23 in every integer sum added to o at position 0
-  int first[C::n_tiles], last[C::n_tiles];   // visible positions [first, last) of the owned vector
+  float bias[C::n_tiles];                      // sum of weight * value minimum, this lane's tokens only
+  float excess[C::n_tiles];                    // what the 2^23 in every integer sum added to o at position 0
+  int first[C::n_tiles], last[C::n_tiles];     // visible positions [first, last) of the owned vector
 
   __device__ void reset() {
 #pragma unroll
@@ -117,7 +117,8 @@ struct CodeWords {
 };
 
 // Rounds four floats to 16-bit integers by `factor` and gives their high and low bytes, one word each.
-__device__ __forceinline__ void split_bytes(const float (&x)[4], float factor, std::uint32_t& high, std::uint32_t& low) {
+__device__ __forceinline__ void split_bytes(const float (&x)[4], float factor, std::uint32_t& high,
+                                            std::uint32_t& low) {
   std::uint32_t r[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) r[i] = __float_as_uint(fmaf(x[i], factor, kKeyMagic + 128.0F));
@@ -170,7 +171,7 @@ struct KeyOperand {
           const bool live = at + i < boosted && state.query[n] != nullptr;
           const float q = live ? ptx::widen2<C::bfloat>(__ldg(state.query[n] + channel)).x : 0.0F;
           const float rise = q * (pair.x - pair.y);
-          offset -= rise;  // above, the maximum stood in for the minimum
+          offset -= rise;         // above, the maximum stood in for the minimum
           v[s][i] = rise * 0.8F;  // 4 steps of range / 15, in units of range / 3
           peak = fmaxf(peak, fabsf(v[s][i]));
         }
@@ -197,8 +198,9 @@ struct KeyOperand {
 
 // s[n][tile][e]: token 16 tile + g + 8e of the unit, owned vector, in units of log2.
 template <class C>
-__device__ __forceinline__ void score_unit(const KeyOperand<C>& key, const std::uint8_t* tile, const std::uint8_t* codes,
-                                           float scale, float (&s)[C::n_tiles][C::token_tiles][2]) {
+__device__ __forceinline__ void score_unit(const KeyOperand<C>& key, const std::uint8_t* tile,
+                                           const std::uint8_t* codes, float scale,
+                                           float (&s)[C::n_tiles][C::token_tiles][2]) {
   constexpr int per_group = tiles_per_group(C::key.bits);
   constexpr float levels = 1.0F / static_cast<float>((1 << C::key.bits) - 1);
 #pragma unroll

@@ -22,10 +22,12 @@ struct DeviceFormat {
 // Throws Error(invalid_argument) naming what the device kernels do not take.
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape);
 
-// One head of a sealed page: `block` has layout.head_bytes, `device` format.head_bytes(). The two are inverse, bit by bit.
+// One head of a sealed page: `block` has layout.head_bytes, `device` format.head_bytes(). The two are inverse, bit by
+// bit.
 void to_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> block,
                std::span<std::byte> device);
-// Throws Error(bad_format) when the channel list of a boosted page is not ascending or names a channel that is not there.
+// Throws Error(bad_format) when the channel list of a boosted page is not ascending or names a channel that is not
+// there.
 void from_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> device,
                  std::span<std::byte> block);
 

@@ -1,5 +1,5 @@
-// The device form of a sealed page: one contiguous block per (page, KV head), its words already in the register order of
-// the tensor core instructions that read them. README.md has the picture and the reasons.
+// The device form of a sealed page: one contiguous block per (page, KV head), its words already in the register order
+// of the tensor core instructions that read them. README.md has the picture and the reasons.
 //
 // A "lane" is 4 * g + t, g = 0..7, t = 0..3. A "quad" is 16 bytes per lane, 512 bytes per warp, words r = 0..3.
 //
@@ -9,11 +9,11 @@
 //   plane 1    3-bit only, [step] quads        codes      [group][step 0..1] quads
 //   codes      [group][step] quads
 //
-// Endpoints of keys: 16 bytes per (step, half, t): min of channels 32 step + 16 half + 4t + 0..3, then their max. Boosted
-// channels have max first: that is how the product knows their finer step without reading the list.
-// Code words: byte b of word r is depth index 32 step + 16 (r >> 1) + 4t + b; position p in it is row
-// 16 * tile(group, p) + 8 (r & 1) + g. Rows are tokens for keys and channels for values, depth the other way round. Value
-// depth is permuted inside 16 tokens: slot s is token (s >> 1) + 8 (s & 1), the order in which scores leave the tensor core.
+// Endpoints of keys: 16 bytes per (step, half, t): min of channels 32 step + 16 half + 4t + 0..3, then their max.
+// Boosted channels have max first: that is how the product knows their finer step without reading the list. Code words:
+// byte b of word r is depth index 32 step + 16 (r >> 1) + 4t + b; position p in it is row 16 * tile(group, p) + 8 (r &
+// 1) + g. Rows are tokens for keys and channels for values, depth the other way round. Value depth is permuted inside
+// 16 tokens: slot s is token (s >> 1) + 8 (s & 1), the order in which scores leave the tensor core.
 #pragma once
 
 #include <cstddef>
@@ -58,9 +58,7 @@ struct ValueFormat {
   int bits = 2;
   int dim = 128;  // a multiple of 32
 
-  KVANT_BOTH constexpr int groups() const {
-    return (dim / kTile + tiles_per_group(bits) - 1) / tiles_per_group(bits);
-  }
+  KVANT_BOTH constexpr int groups() const { return (dim / kTile + tiles_per_group(bits) - 1) / tiles_per_group(bits); }
   KVANT_BOTH constexpr int plane1_groups() const { return bits == 3 ? (groups() + 1) / 2 : 0; }
   KVANT_BOTH constexpr int plane1_offset() const { return 64 * 4; }
   KVANT_BOTH constexpr int codes_offset() const { return plane1_offset() + plane1_groups() * 2 * kQuadBytes; }

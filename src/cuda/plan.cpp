@@ -6,10 +6,12 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kShortPages = 256;  // up to here one cluster of 8 per head is faster than more clusters and a second merge
-constexpr int kHalfPages = 32;    // up to here a cluster's 64 warps have no whole page each
-constexpr double kShortSegmentCost = 20;  // of the segments of a ragged batch: many are shorter than a round of the warps
-constexpr int kFewPages = 250;            // per multiprocessor: below, 8 warps beat 12
+constexpr int kShortPages =
+    256;                        // up to here one cluster of 8 per head is faster than more clusters and a second merge
+constexpr int kHalfPages = 32;  // up to here a cluster's 64 warps have no whole page each
+constexpr double kShortSegmentCost =
+    20;                         // of the segments of a ragged batch: many are shorter than a round of the warps
+constexpr int kFewPages = 250;  // per multiprocessor: below, 8 warps beat 12
 
 struct Item {
   int sequence = 0;

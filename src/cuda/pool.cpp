@@ -63,7 +63,9 @@ void Numbers::drop(std::int32_t number) {
 namespace {
 
 int checked_count(const char* name, int count) {
-  if (count < 0) base::fail(ErrorCode::invalid_argument, std::string(name) + " is " + std::to_string(count) + "; allowed: 0 and more");
+  if (count < 0)
+    base::fail(ErrorCode::invalid_argument,
+               std::string(name) + " is " + std::to_string(count) + "; allowed: 0 and more");
   return count;
 }
 
@@ -75,7 +77,8 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, int page_count, int e
       layout(make_layout(r, s)),
       format(make_device_format(r, s)),
       pages(base::checked_multiply(page_stride(), static_cast<std::size_t>(checked_count("pages", page_count)))),
-      exact(base::checked_multiply(exact_stride(), static_cast<std::size_t>(checked_count("exact_pages", exact_count)))),
+      exact(
+          base::checked_multiply(exact_stride(), static_cast<std::size_t>(checked_count("exact_pages", exact_count)))),
       page_numbers(page_count),
       exact_numbers(exact_count) {
   device_info();  // refuses devices without kernels
@@ -157,10 +160,10 @@ std::vector<int> first_cells(int count) {
 void upload_sealed(const PagePool::Impl& pool, std::int32_t number, std::span<const std::byte> block) {
   std::vector<std::byte> image(pool.page_stride());
   for (int head = 0; head < pool.shape.kv_heads; ++head) {
-    to_device(pool.format, pool.layout,
-              block.subspan(static_cast<std::size_t>(head) * pool.layout.head_bytes, pool.layout.head_bytes),
-              std::span(image).subspan(static_cast<std::size_t>(head) * pool.format.head_bytes(),
-                                       pool.format.head_bytes()));
+    to_device(
+        pool.format, pool.layout,
+        block.subspan(static_cast<std::size_t>(head) * pool.layout.head_bytes, pool.layout.head_bytes),
+        std::span(image).subspan(static_cast<std::size_t>(head) * pool.format.head_bytes(), pool.format.head_bytes()));
   }
   check(cudaMemcpy(pool.page(number), image.data(), image.size(), cudaMemcpyHostToDevice), "upload of a page");
 }

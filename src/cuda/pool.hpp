@@ -39,7 +39,9 @@ struct PagePool::Impl {
   std::size_t exact_stride() const {
     return static_cast<std::size_t>(format.exact.page_bytes()) * static_cast<std::size_t>(shape.kv_heads);
   }
-  std::uint8_t* page(std::int32_t number) const { return pages.get() + static_cast<std::size_t>(number) * page_stride(); }
+  std::uint8_t* page(std::int32_t number) const {
+    return pages.get() + static_cast<std::size_t>(number) * page_stride();
+  }
   std::uint8_t* exact_page(std::int32_t number) const {
     return exact.get() + static_cast<std::size_t>(number) * exact_stride();
   }
@@ -70,7 +72,7 @@ struct Batch::Impl {
   std::int64_t table_stride = 0;
   std::int64_t exact_stride = 0;
   std::vector<Sequence*> sequences;
-  std::int64_t generation = 0;  // grows when pages are sealed or sequences bound: older plans do not fit
+  std::int64_t generation = 0;        // grows when pages are sealed or sequences bound: older plans do not fit
   DeviceBuffer<std::int32_t> tables;  // lengths, tail starts, page table, exact table: one copy sets all
   DeviceBuffer<SealJob> jobs;
   std::vector<std::int32_t> host_tables;

@@ -42,8 +42,7 @@ struct CodedPage {
     for (int i = 0; i < boosted; ++i) {
       if (keys[f.key.index_offset() + i] != channel) continue;
       const CodePlace second = place_of(2, token, f.key.dim + i);
-      code |= field(keys + f.key.codes_offset() +
-                        (second.group * f.key.quads_per_group() + second.step) * kQuadBytes,
+      code |= field(keys + f.key.codes_offset() + (second.group * f.key.quads_per_group() + second.step) * kQuadBytes,
                     second, 2)
               << 2;
       levels = 15;
@@ -57,9 +56,9 @@ struct CodedPage {
     const std::uint8_t* values = keys + f.key.bytes();
     const CodePlace place = place_of(f.value.bits, channel, value_slot(token));
     const std::uint8_t* half = values + token / 64 * f.value.half_bytes();
-    const int code = load_code(
-        f.value.bits, half + f.value.codes_offset() + (place.group * 2 + place.step % 2) * kQuadBytes,
-        half + f.value.plane1_offset() + (place.group / 2 * 2 + place.step % 2) * kQuadBytes, place);
+    const int code =
+        load_code(f.value.bits, half + f.value.codes_offset() + (place.group * 2 + place.step % 2) * kQuadBytes,
+                  half + f.value.plane1_offset() + (place.group / 2 * 2 + place.step % 2) * kQuadBytes, place);
     const std::uint8_t* ends = values + value_endpoint_offset(f.value, token);
     const double low = widen<Bfloat>(ends);
     return low + code * ((widen<Bfloat>(ends + 128) - low) / ((1 << f.value.bits) - 1));
@@ -68,8 +67,8 @@ struct CodedPage {
 
 // One block per (query head, row, sequence), page by page: a thread per token for scores, per channel for outputs.
 template <bool Bfloat>
-__global__ void __launch_bounds__(kThreads) reference_kernel(const DecodeArgs args, const ReferenceArgs reference,
-                                                             const DeviceFormat f) {
+__global__ void __launch_bounds__(kThreads)
+    reference_kernel(const DecodeArgs args, const ReferenceArgs reference, const DeviceFormat f) {
   __shared__ double weight[kPage];
   __shared__ double q[256];
   const int head = static_cast<int>(blockIdx.x);
@@ -77,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) reference_kernel(const DecodeArgs ar
   const auto sequence = static_cast<std::int64_t>(blockIdx.z);
   const int kv_head = head / args.group;
   const int thread = static_cast<int>(threadIdx.x);
-  const auto* query = static_cast<const std::uint16_t*>(args.q) + sequence * args.q_sequence + row * args.q_row +
-                      head * args.q_head;
+  const auto* query =
+      static_cast<const std::uint16_t*>(args.q) + sequence * args.q_sequence + row * args.q_row + head * args.q_head;
   if (thread < f.key.dim) q[thread] = ptx::widen2<Bfloat>(query[thread]).x;
   const int length = args.lengths[sequence];
   const int last = length - args.rows + row + 1;

@@ -1,5 +1,5 @@
-// Sealing a page on the device: one block per (page, KV head) ranks, fits, quantizes and packs. Sealed bytes are those of
-// the CPU's encoder after conversion, but for the sign of an endpoint that is zero.
+// Sealing a page on the device: one block per (page, KV head) ranks, fits, quantizes and packs. Sealed bytes are those
+// of the CPU's encoder after conversion, but for the sign of an endpoint that is zero.
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -64,30 +64,44 @@ struct SealShared {
   std::uint8_t list[F::key.dim];  // boosted channels, ascending
 };
 
+// In what follows, loops first read a batch and then write: a read may not pass an earlier write to the same array.
+constexpr int kBatch = 8;
+
 // Fragments of an exact page to rows.
 template <class F>
 __device__ void load_rows(const std::uint8_t* exact, SealShared<F>& shared) {
   constexpr int per_tile = F::exact.tile_bytes() / 16;
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x); i < per_tile * (kPage / kTile); i += kSealThreads) {
-    const uint4 data = reinterpret_cast<const uint4*>(exact)[i];
-    const std::uint32_t pairs[4] = {data.x, data.y, data.z, data.w};
-    const int tile = i / per_tile;
-    const int fragment = i % per_tile / 32;
-    const int g = i % 32 / 4;
-    const int t = i % 4;
+  constexpr int count = per_tile * (kPage / kTile);
+  static_assert(count % kSealThreads == 0);
+  for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * kSealThreads) {
+    uint4 batch[kBatch];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int row = g + 8 * (r & 1);
-      const int k = 2 * t + 8 * (r >> 1);
-      if (fragment < F::key.dim / 16) {  // rows are tokens
-        *reinterpret_cast<std::uint32_t*>(shared.keys + (tile * 16 + row) * F::key_stride + fragment * 16 + k) =
-            pairs[r];
-      } else {  // rows are channels
-        std::uint16_t* out =
-            shared.values + (tile * 16 + k) * F::value_stride + (fragment - F::key.dim / 16) * 16 + row;
-        out[0] = static_cast<std::uint16_t>(pairs[r]);
-        out[F::value_stride] = static_cast<std::uint16_t>(pairs[r] >> 16);
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = first + k * kSealThreads;
+      if (i < count) batch[k] = reinterpret_cast<const uint4*>(exact)[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = first + k * kSealThreads;
+      if (i >= count) break;
+      const std::uint32_t pairs[4] = {batch[k].x, batch[k].y, batch[k].z, batch[k].w};
+      const int tile = i / per_tile;
+      const int fragment = i % per_tile / 32;
+      const int g = i % 32 / 4;
+      const int t = i % 4;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int row = g + 8 * (r & 1);
+        const int depth = 2 * t + 8 * (r >> 1);
+        if (fragment < F::key.dim / 16) {  // rows are tokens
+          *reinterpret_cast<std::uint32_t*>(shared.keys + (tile * 16 + row) * F::key_stride + fragment * 16 + depth) =
+              pairs[r];
+        } else {  // rows are channels
+          std::uint16_t* out =
+              shared.values + (tile * 16 + depth) * F::value_stride + (fragment - F::key.dim / 16) * 16 + row;
+          out[0] = static_cast<std::uint16_t>(pairs[r]);
+          out[F::value_stride] = static_cast<std::uint16_t>(pairs[r] >> 16);
+        }
       }
     }
   }
@@ -104,8 +118,7 @@ __device__ void measure_keys(int skip, SealShared<F>& shared) {
   double sum[2] = {0, 0};
 #pragma unroll 8
   for (int i = 0; i < kPage / F::parts; ++i) {
-    const int t = i * F::parts + part;
-    if (t < skip) continue;
+    const int t = max(i * F::parts + part, skip);  // a sink's place is taken by the first token that counts
     const float2 x =
         ptx::widen2<F::bfloat>(*reinterpret_cast<const std::uint32_t*>(shared.keys + t * F::key_stride + c));
     low[0] = fminf(low[0], x.x);
@@ -113,8 +126,9 @@ __device__ void measure_keys(int skip, SealShared<F>& shared) {
     high[0] = fmaxf(high[0], x.x);
     high[1] = fmaxf(high[1], x.y);
     if constexpr (F::key.high_steps > 0) {  // 128 half-precision magnitudes: exact in binary64, whatever the order
-      sum[0] += fabsf(x.x);
-      sum[1] += fabsf(x.y);
+      const bool counts = i * F::parts + part >= skip;
+      sum[0] += counts ? fabsf(x.x) : 0.0F;
+      sum[1] += counts ? fabsf(x.y) : 0.0F;
     }
   }
   for (int e = 0; e < 2; ++e) {
@@ -173,41 +187,55 @@ __device__ void fit_keys(SealShared<F>& shared, std::uint8_t* page) {
   }
 }
 
-// A warp per token: range, endpoints, and codes in place of the row.
+// A warp per token: range, endpoints, and codes in place of the row; a few tokens at once, so that their shuffles
+// overlap.
 template <class F>
 __device__ void encode_values(int skip, SealShared<F>& shared, std::uint8_t* page) {
   constexpr int pairs = (F::value.dim + 63) / 64;
   constexpr int levels = (1 << F::value.bits) - 1;
+  constexpr int warps = kSealThreads / 32;
+  constexpr int batch = F::value.dim > 128 ? 2 : 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 4
-  for (int t = static_cast<int>(threadIdx.x) / 32; t < kPage; t += kSealThreads / 32) {
-    auto* row = reinterpret_cast<std::uint32_t*>(shared.values + t * F::value_stride);
-    float2 x[pairs];
-    float low = INFINITY;
-    float high = -INFINITY;
+  for (int first = static_cast<int>(threadIdx.x) / 32; first < kPage; first += batch * warps) {
+    float2 x[batch][pairs];
+    float low[batch], high[batch];
 #pragma unroll
-    for (int i = 0; i < pairs; ++i) {
-      if (lane + 32 * i >= F::value.dim / 2) continue;
-      x[i] = ptx::widen2<F::bfloat>(row[lane + 32 * i]);
-      low = fminf(low, fminf(x[i].x, x[i].y));
-      high = fmaxf(high, fmaxf(x[i].x, x[i].y));
+    for (int k = 0; k < batch; ++k) {
+      const auto* row = reinterpret_cast<const std::uint32_t*>(shared.values + (first + k * warps) * F::value_stride);
+      low[k] = INFINITY;
+      high[k] = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < pairs; ++i) {
+        if (lane + 32 * i >= F::value.dim / 2) continue;
+        x[k][i] = ptx::widen2<F::bfloat>(row[lane + 32 * i]);
+        low[k] = fminf(low[k], fminf(x[k][i].x, x[k][i].y));
+        high[k] = fmaxf(high[k], fmaxf(x[k][i].x, x[k][i].y));
+      }
     }
 #pragma unroll
     for (int bit = 16; bit > 0; bit >>= 1) {
-      low = fminf(low, __shfl_xor_sync(0xFFFFFFFFU, low, bit));
-      high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFU, high, bit));
-    }
-    if (t < skip) low = high = 0;  // endpoints 0 and codes 0: never read, always the same bytes
-    const Grid grid = Grid::of(low, high, levels);
 #pragma unroll
-    for (int i = 0; i < pairs; ++i) {
-      if (lane + 32 * i >= F::value.dim / 2) continue;
-      row[lane + 32 * i] = t < skip ? 0 : code_pair(x[i], grid, grid, levels, levels);
+      for (int k = 0; k < batch; ++k) {
+        low[k] = fminf(low[k], __shfl_xor_sync(0xFFFFFFFFU, low[k], bit));
+        high[k] = fmaxf(high[k], __shfl_xor_sync(0xFFFFFFFFU, high[k], bit));
+      }
     }
-    if (lane == 0) {
-      auto* ends = reinterpret_cast<std::uint16_t*>(page + value_endpoint_offset(F::value, t));
-      ends[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(low, 0));
-      ends[64] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(high, 0));
+#pragma unroll
+    for (int k = 0; k < batch; ++k) {
+      const int t = first + k * warps;
+      if (t < skip) low[k] = high[k] = 0;  // endpoints 0 and codes 0: never read, always the same bytes
+      const Grid grid = Grid::of(low[k], high[k], levels);
+      auto* row = reinterpret_cast<std::uint32_t*>(shared.values + t * F::value_stride);
+#pragma unroll
+      for (int i = 0; i < pairs; ++i) {
+        if (lane + 32 * i >= F::value.dim / 2) continue;
+        row[lane + 32 * i] = t < skip ? 0 : code_pair(x[k][i], grid, grid, levels, levels);
+      }
+      if (lane == 0) {
+        auto* ends = reinterpret_cast<std::uint16_t*>(page + value_endpoint_offset(F::value, t));
+        ends[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(low[k], 0));
+        ends[64] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(high[k], 0));
+      }
     }
   }
 }
@@ -222,10 +250,18 @@ __device__ void quantize_keys(int skip, SealShared<F>& shared) {
   const Grid b = shared.key_grid[c + 1];
   const int levels_a = key_levels<F>(shared, c);
   const int levels_b = key_levels<F>(shared, c + 1);
-#pragma unroll 4
-  for (int t = part; t < kPage; t += F::parts) {
-    auto* at = reinterpret_cast<std::uint32_t*>(shared.keys + t * F::key_stride + c);
-    *at = t < skip ? 0 : code_pair(ptx::widen2<F::bfloat>(*at), a, b, levels_a, levels_b);
+  for (int first = part; first < kPage; first += kBatch * F::parts) {
+    std::uint32_t raw[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      raw[k] = *reinterpret_cast<const std::uint32_t*>(shared.keys + (first + k * F::parts) * F::key_stride + c);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int t = first + k * F::parts;
+      *reinterpret_cast<std::uint32_t*>(shared.keys + t * F::key_stride + c) =
+          t < skip ? 0 : code_pair(ptx::widen2<F::bfloat>(raw[k]), a, b, levels_a, levels_b);
+    }
   }
 }
 
@@ -251,9 +287,10 @@ __device__ __forceinline__ uint4 make_quad(int lane, const Code& code) {
 // One lane's words of a quad of the main plane: nibbles for 4-bit codes, two low bits else.
 template <int Bits, class CodeAt>
 __device__ __forceinline__ uint4 make_codes(int group, int lane, const CodeAt& code_at) {
-  return make_quad<Bits == 4 ? 2 : 4>(lane, [&](int p, int row, int depth) {
-    return code_at(tile_of(Bits, group, p) * kTile + row, depth) & (Bits == 4 ? 15U : 3U);
-  });
+  return make_quad < Bits == 4 ? 2 : 4 > (lane, [&](int p, int row, int depth) {
+                                       return code_at(tile_of(Bits, group, p) * kTile + row, depth) &
+                                              (Bits == 4 ? 15U : 3U);
+                                     });
 }
 
 // One lane's words of the 1-bit plane that serves groups 2 * pair and 2 * pair + 1.
@@ -310,8 +347,8 @@ __device__ void pack_values(const SealShared<F>& shared, std::uint8_t* page, int
   for (int i = thread; i < 2 * per_half; i += threads) {
     const int half = i / per_half;
     const int step = 2 * half + i / 32 % 2;
-    const uint4 words = make_codes<F::value.bits>(
-        i % per_half / 64, i % 32, [&](int channel, int depth) { return code(channel, step, depth); });
+    const uint4 words = make_codes<F::value.bits>(i % per_half / 64, i % 32,
+                                                  [&](int channel, int depth) { return code(channel, step, depth); });
     reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.codes_offset())[i % per_half] = words;
   }
   if constexpr (F::value.bits == 3) {
@@ -319,8 +356,8 @@ __device__ void pack_values(const SealShared<F>& shared, std::uint8_t* page, int
     for (int i = thread; i < 2 * ones; i += threads) {
       const int half = i / ones;
       const int step = 2 * half + i / 32 % 2;
-      reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.plane1_offset())[i % ones] = make_plane1(
-          i % ones / 64, i % 32, [&](int channel, int depth) { return code(channel, step, depth); });
+      reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.plane1_offset())[i % ones] =
+          make_plane1(i % ones / 64, i % 32, [&](int channel, int depth) { return code(channel, step, depth); });
     }
   }
 }

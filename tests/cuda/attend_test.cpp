@@ -32,9 +32,9 @@ void expect_agreement(const Shape& shape, unsigned seed = 1) {
 
 TEST(GpuAttend, Recipes) {
   KVANT_NEEDS_GPU();
-  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kivi:k=3,v=3", "kivi:k=4,v=2", "kivi:k=2,v=4",
-                             "kivi:k=3,v=2", "kivi:k=2,v=3", "kivi:k=4,v=3", "kivi:k=3,v=4", "kitty",
-                             "kitty:boost=0.125", "kitty:v=4"}) {
+  for (const char* recipe :
+       {"kivi:k=2,v=2", "kivi:k=4,v=4", "kivi:k=3,v=3", "kivi:k=4,v=2", "kivi:k=2,v=4", "kivi:k=3,v=2", "kivi:k=2,v=3",
+        "kivi:k=4,v=3", "kivi:k=3,v=4", "kitty", "kitty:boost=0.125", "kitty:v=4"}) {
     for (const int dim : {64, 128}) {
       Shape shape;
       shape.recipe = recipe;

@@ -99,7 +99,8 @@ TEST(Plan, CoversEveryUnitOnce) {
     Split split;
     const int items = static_cast<int>(sequences.size()) * shape.kv_heads * ((shape.vectors + 3) / 4);
     split.aligned = round % 2 == 0;
-    split.groups = split.aligned ? std::max(1, items) * (1 + static_cast<int>(random() % 5)) : 1 + static_cast<int>(random() % 200);
+    split.groups = split.aligned ? std::max(1, items) * (1 + static_cast<int>(random() % 5))
+                                 : 1 + static_cast<int>(random() % 200);
     const Plan plan = make_plan(split, shape, sequences);
     ASSERT_EQ(plan.first_segment.size(), static_cast<std::size_t>(split.groups) + 1);
     ASSERT_EQ(plan.first_segment.back(), static_cast<int>(plan.segments.size()));
@@ -133,7 +134,8 @@ TEST(Plan, GroupsShareTheWorkEqually) {
   const Plan plan = make_plan({1, 132, false, false}, shape, sequences);
   for (int g = 0; g < 132; ++g) {
     int units = 0;
-    for (int i = plan.first_segment[static_cast<std::size_t>(g)]; i < plan.first_segment[static_cast<std::size_t>(g) + 1]; ++i) {
+    for (int i = plan.first_segment[static_cast<std::size_t>(g)];
+         i < plan.first_segment[static_cast<std::size_t>(g) + 1]; ++i) {
       units += plan.segments[static_cast<std::size_t>(i)].end - plan.segments[static_cast<std::size_t>(i)].begin;
     }
     EXPECT_NEAR(units, 32 * 8 * 256 / 132.0, 12);  // the ends of segments count as work, too

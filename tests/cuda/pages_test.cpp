@@ -43,8 +43,8 @@ TEST(GpuPages, AppendAndSealWriteTheCpusBytes) {
         Kind{"kivi:k=3,v=3", {1, 64, 64, DType::f16}}, Kind{"kivi:k=3,v=3", {1, 96, 96, DType::bf16}},
         Kind{"kivi:k=2,v=3,sink=4", {2, 128, 128, DType::f16}}, Kind{"kitty", {2, 128, 128, DType::f16}},
         Kind{"kitty:boost=0.125", {1, 64, 64, DType::bf16}}, Kind{"kitty", {1, 256, 256, DType::f16}},
-        Kind{"kivi:k=4,v=2,sink=128,window=16", {2, 128, 128, DType::f16}}, Kind{"kivi:k=2,v=2", {1, 192, 128, DType::f16}},
-        Kind{"kivi:k=2,v=2", {1, 96, 96, DType::f16}}}) {
+        Kind{"kivi:k=4,v=2,sink=128,window=16", {2, 128, 128, DType::f16}},
+        Kind{"kivi:k=2,v=2", {1, 192, 128, DType::f16}}, Kind{"kivi:k=2,v=2", {1, 96, 96, DType::f16}}}) {
     SCOPED_TRACE(std::string(recipe) + " " + std::to_string(shape.key_dim));
     std::mt19937 random(11);
     const Recipe parsed = parse_recipe(recipe);
@@ -153,8 +153,8 @@ TEST(GpuPages, RefusalsChangeNothing) {
   EXPECT_THROW(twins.on_gpu(plan), Error);  // bound anew since
 }
 
-// Replays of a graph keep giving the right result, and two streams do not disturb each other. Warps sum up in the order in
-// which they finish, so the last bits may differ between replays.
+// Replays of a graph keep giving the right result, and two streams do not disturb each other. Warps sum up in the order
+// in which they finish, so the last bits may differ between replays.
 TEST(GpuReplay, ThousandReplaysAndTwoStreams) {
   KVANT_NEEDS_GPU();
   struct Kind {
@@ -186,7 +186,8 @@ TEST(GpuReplay, ThousandReplaysAndTwoStreams) {
     for (int i = 0; i < 2; ++i) {
       ASSERT_EQ(cudaStreamCreateWithFlags(&sides[i].stream, cudaStreamNonBlocking), cudaSuccess);
       ASSERT_EQ(cudaStreamBeginCapture(sides[i].stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-      for (int k = 0; k < 3; ++k) plans[static_cast<std::size_t>(i)].run(q.data(), outs[i]->data(), nullptr, sides[i].stream);
+      for (int k = 0; k < 3; ++k)
+        plans[static_cast<std::size_t>(i)].run(q.data(), outs[i]->data(), nullptr, sides[i].stream);
       cudaGraph_t graph = nullptr;
       ASSERT_EQ(cudaStreamEndCapture(sides[i].stream, &graph), cudaSuccess);
       ASSERT_EQ(cudaGraphInstantiate(&sides[i].graph, graph, 0), cudaSuccess);
