@@ -1,4 +1,6 @@
 // Decode attention on the GPU against the CPU library on the same pages.
+#include "cuda/attend.hpp"
+
 #include "cuda/support.hpp"
 
 namespace kvant::cuda::test {
@@ -139,6 +141,41 @@ TEST(GpuAttend, Splits) {
   Shape ragged;
   ragged.lengths = {5000, 3, 0, 129, 20000, 777, 1, 4096};
   expect_agreement(ragged);
+}
+
+std::string recipe_of(const DecodeVariant& v) {
+  if (v.high_steps > 0) return "kitty:v=" + std::to_string(v.value_bits);
+  return "kivi:k=" + std::to_string(v.key_bits) + ",v=" + std::to_string(v.value_bits);
+}
+
+// A batch for which the planner takes exactly this kernel: each one of the build runs, none is left to luck.
+TEST(GpuAttend, EveryKernelOfTheBuild) {
+  KVANT_NEEDS_GPU();
+  if (device_info().major < 9) GTEST_SKIP() << "clusters need compute capability 9.0";
+  int kernels = 0;
+  for (const DecodeKernel& kernel : decode_kernels()) {
+    const DecodeVariant& v = kernel.variant;
+    const std::string recipe = recipe_of(v);
+    Shape shape;
+    shape.recipe = recipe.c_str();
+    shape.cache = {1, v.key_dim, v.value_dim, v.bfloat ? DType::bf16 : DType::f16};
+    shape.group = v.n_tiles > 1 ? 7 : 3;
+    if (v.half) {
+      shape.lengths = {2500};
+    } else if (v.cluster) {
+      shape.lengths = {5000};
+    } else {
+      shape.lengths = {130, 1400, 700};
+    }
+    SCOPED_TRACE(text_of(shape));
+    const Twins twins(shape, 17);
+    const AttendPlan plan(twins.batch, twins.query_heads(), 1, {});
+    ASSERT_EQ(plan.path(), AttendPath::integer);
+    EXPECT_EQ(plan.impl().kernel, &kernel) << plan.describe();
+    EXPECT_LE(relative_error(twins.on_gpu(plan).out, twins.on_cpu().out), tolerance(shape.cache.dtype));
+    ++kernels;
+  }
+  EXPECT_GT(kernels, 0);
 }
 
 }  // namespace
