@@ -70,7 +70,8 @@ struct SealShared {
 };
 
 // In what follows, loops first read a batch and then write: a read may not pass an earlier write to the same array.
-constexpr int kBatch = 8;
+// They are not unrolled further: every instruction runs a few times only, and fetching it costs more than running it.
+constexpr int kBatch = 4;
 
 // Fragments of an exact page to rows.
 template <class F>
@@ -80,6 +81,7 @@ __device__ void load_rows(const std::uint8_t* exact, SealShared<F>& shared) {
   constexpr int per_tile = F::exact.tile_bytes() / 16;
   constexpr int count = per_tile * (kPage / kTile);
   static_assert(count % kSealThreads == 0);
+#pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * kSealThreads) {
     uint4 batch[kBatch];
 #pragma unroll
@@ -123,7 +125,7 @@ __device__ void measure(const std::uint16_t* data, int skip, float (*low)[Side::
   float2 least{INFINITY, INFINITY};
   float2 most{-INFINITY, -INFINITY};
   double sum[2] = {0, 0};
-#pragma unroll 8
+#pragma unroll 4
   for (int i = 0; i < Side::rows / Side::parts; ++i) {
     const int own = i * Side::parts + part;
     const int row = max(own, skip);  // the place of a row left out is taken by the first that counts
@@ -217,8 +219,9 @@ __device__ void quantize(std::uint16_t* data, const Grid* grid, int levels_a, in
   const Grid a = grid[c];
   const Grid b = grid[c + 1];
   constexpr int count = Side::rows / Side::parts;
-  constexpr int batch = count % kBatch == 0 ? kBatch : 4;
+  constexpr int batch = kBatch;
   static_assert(count % batch == 0);
+#pragma unroll 1
   for (int first = 0; first < count; first += batch) {
     float2 x[batch];
     std::uint32_t codes[batch];
@@ -250,16 +253,18 @@ __device__ void quantize(std::uint16_t* data, const Grid* grid, int levels_a, in
 // indices from a multiple of four on, one per byte, masked and shifted to their lowest bits.
 template <int Positions, class Code4>
 __device__ __forceinline__ uint4 make_quad(int lane, const Code4& code4) {
-  std::uint32_t words[4];
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    words[r] = 0;
-#pragma unroll
-    for (int p = 0; p < Positions; ++p) {
-      words[r] |= code4(p, lane / 4 + 8 * (r & 1), 16 * (r >> 1) + 4 * (lane % 4)) << (8 / Positions * p);
-    }
+  uint4 words{0, 0, 0, 0};
+#pragma unroll 1
+  for (int p = 0; p < Positions; ++p) {
+    const int shift = 8 / Positions * p;
+    const int row = lane / 4;
+    const int depth = 4 * (lane % 4);
+    words.x |= code4(p, row, depth) << shift;
+    words.y |= code4(p, row + 8, depth) << shift;
+    words.z |= code4(p, row, depth + 16) << shift;
+    words.w |= code4(p, row + 8, depth + 16) << shift;
   }
-  return {words[0], words[1], words[2], words[3]};
+  return words;
 }
 
 // One lane's words of a quad of the main plane: nibbles for 4-bit codes, two low bits else.
