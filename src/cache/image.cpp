@@ -187,7 +187,8 @@ void check_counts(const TileLayout& tile, const std::byte* head_block) {
   }
   if (fours != tile.depth / tiles::kQuad) bad("the counts of widths do not add up to the channels");
   std::size_t bytes = 0;
-  for (const PlaneLayout& plane : cache::place_planes(counts, tile.rows, 0).span()) bytes += plane.bytes;
+  const cache::TilePlanes planes = cache::place_planes(counts, tile.rows, 0);  // span() points into it
+  for (const PlaneLayout& plane : planes.span()) bytes += plane.bytes;
   if (bytes > tile.plane_bytes) bad("the planes of a page are larger than its budget");
 }
 
