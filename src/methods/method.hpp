@@ -34,6 +34,8 @@ struct TileSpec {
   int rotation = 1;          // block of the Hadamard rotation of the rows
   bool shared_grid = false;  // one grid per depth index for all KV heads
   bool least_squares = false;
+  std::vector<std::uint8_t> table;  // TileLayout::table
+  double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
 };
 
 // A page's keys of one head, for the choice of widths.

@@ -61,9 +61,12 @@ struct CodePlane {
   int depth = 0;
 };
 
+// Codes of a table at most: 4 bits.
+constexpr int kTableSize = 16;
+
 // out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
-// cover depth index i say and fits 8 bits. Sums are integers over kSumDepth depth indices, each converted to float
-// once.
+// cover depth index i say and fits 8 bits; with a table, code c stands for table[c]. Sums are integers over kSumDepth
+// depth indices, each converted to float once.
 struct CodeProduct {
   const CodePlane* planes = nullptr;
   int count = 0;
@@ -75,6 +78,7 @@ struct CodeProduct {
   const float* factor = nullptr;  // [vectors]
   float* out = nullptr;           // [vectors][out_stride], rows padded to 16 are written
   std::int64_t out_stride = 0;
+  const std::uint8_t* table = nullptr;  // [kTableSize], for codes of at most 4 bits; table[0] is 0, as padding is
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.

@@ -1,9 +1,10 @@
 // Products with codes, once per instruction set through Highway (HWY_TARGET_INCLUDE compiles this file again per
 // target).
 //
-// Two steps per row block (up to 4 row tiles = 64 rows), whatever the planes are:
+// Two or three steps per row block (up to 4 row tiles = 64 rows), whatever the planes are:
 //   unpack  the planes become one byte per code, [quad][row tile][16 lanes][4 depth indices], in a buffer in L1: per 64
 //           codes 1 shift, 1 AND and 1 store for a plane, plus a load, a shift and an OR for each further plane
+//   table   codes that index a table are replaced by its bytes: 1 load, 1 byte shuffle and 1 store
 //   dot     bytes times packed x. VNNI: 1 vpdpbusd per vector and 64 codes, 2 for a 16-bit x. Elsewhere: 16-bit halves
 //           (2 AND, 1 shift per register, shared by all vectors), then 2 pmaddwd and 2 adds per vector
 // So planes are unpacked once for all vectors, the number of multiplications does not depend on the width of the codes,
@@ -136,6 +137,14 @@ void UnpackTiles(const Cover& cover, int first, int tiles, std::uint8_t* codes) 
                      plane.bits, block, add);
     });
   }
+}
+
+// Joined codes to bytes of the table; both are below 256, so the dot step does not see the difference.
+void LookUp(const std::uint8_t* table, std::uint8_t* codes, int bytes) {
+  const hn::CappedTag<std::uint8_t, kGroupBytes> d;
+  const auto levels = hn::LoadDup128(d, table);
+  const int step = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < bytes; i += step) hn::Store(hn::TableLookupBytes(levels, hn::Load(d, codes + i)), d, codes + i);
 }
 
 // ---- dot
@@ -274,6 +283,7 @@ void MultiplyCodes(const CodeProduct& a) {
     tiles = block_tiles(1, row_tiles(a.rows) - tile);
     UnpackTiles(cover, tile, tiles, codes);
     const int quad_bytes = tiles * kGroupBytes;
+    if (a.table != nullptr) LookUp(a.table, codes, quads(a.x_depth) * quad_bytes);
     for (int quad = 0; quad < quads(a.x_depth); quad += kSumDepth / kQuad) {
       const DotArgs dot{codes + quad * quad_bytes,
                         quad_bytes,
