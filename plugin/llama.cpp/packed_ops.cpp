@@ -4,6 +4,7 @@
 
 #include "engine.hpp"
 #include "host.hpp"
+#include "kvant/error.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {

@@ -328,7 +328,7 @@ TEST(Waterfill, QueriesThatCannotBeCountedAreRefused) {
   expect_error(ErrorCode::not_finite, {"query row 0", "head 0"}, [&] { store.observe(cells, view(bad, 3, 4, 32)); });
   expect_error(ErrorCode::invalid_argument, {"query heads", "3"}, [&] { store.observe(cells, view(bad, 3, 3, 32)); });
   expect_error(ErrorCode::invalid_argument, {"31 channels"}, [&] { store.observe(cells, view(bad, 3, 4, 31)); });
-  expect_error(ErrorCode::invalid_argument, {"4 rows", "3 cells"}, [&] { store.observe(cells, view(bad, 4, 4, 32)); });
+  expect_error(ErrorCode::invalid_argument, {"4 rows", "3 cells"}, [&] { store.observe(cells, view(rows.queries, 4, 4, 32)); });
   const std::vector<std::int64_t> outside = {0, 64};
   expect_error(ErrorCode::out_of_range, {"cell 64"}, [&] { store.observe(outside, view(rows.queries, 2, 4, 32)); });
   for (const double sum : store.impl().query_sums) EXPECT_EQ(sum, 0);
