@@ -104,6 +104,9 @@ std::string to_text(const Recipe& recipe);
 // quantizing side); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
 
+// What a status says about a recipe beside its text, or "": that kvquant runs without calibration.
+std::string remark(const Recipe& recipe);
+
 // A recipe per layer: the first rule whose range holds the layer counts.
 struct LayerRecipes {
   struct Rule {

@@ -210,9 +210,8 @@ void check_outliers(const PageStore::Impl& impl, const cache::TileView& view) {
     const float min = base::load_float(view.grid + view.tile->min_offset, impl.shape.dtype, depth);
     const float max = base::load_float(view.grid + view.tile->max_offset, impl.shape.dtype, depth);
     const bool used = value < min || value > max;
-    const bool spare = !shared && row == 0 && value == max;
     const std::int64_t at = std::int64_t{depth} * view.tile->rows + row;
-    if (!used && !spare) bad("an outlier lies inside the range of its grid");
+    if (!used && (shared || row != 0 || value != max)) bad("an outlier lies inside the range of its grid");
     if (used && at <= last) bad("outliers are not ascending");
     // Behind an unused slot of a channel there are only unused ones.
     last = used ? at : std::int64_t{depth + 1} * view.tile->rows - 1;

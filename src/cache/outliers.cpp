@@ -52,10 +52,10 @@ TableCoder::TableCoder(const TileLayout& tile, bool ends)
 
 Endpoints TableCoder::inner_range(const float* x, int n) {
   const int outside = std::min(per_end_, (n - 1) / 2);
-  Endpoints range;
   if (outside == 0) {
+    Endpoints range;
     tiles::kernels().min_max(x, n, &range.min, &range.max);
-    return range;
+    return {range.min + 0.0F, range.max + 0.0F};
   }
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   largest_.assign(static_cast<std::size_t>(outside) + 1, -kInfinity);
@@ -64,7 +64,7 @@ Endpoints TableCoder::inner_range(const float* x, int n) {
     keep_first(largest_, x[i], std::greater<>());
     keep_first(smallest_, x[i], std::less<>());
   }
-  return {smallest_.back(), largest_.back()};
+  return {smallest_.back() + 0.0F, largest_.back() + 0.0F};  // no minus zero: a decoded one would be plus zero
 }
 
 Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes) {

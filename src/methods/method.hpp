@@ -62,6 +62,7 @@ struct Side {
   std::string (*bits)(const Part& part) = nullptr;     // "4", or "" where the method has no such option
   std::string (*options_text)(const Part&) = nullptr;  // the other options, "boost=0.25"
   void (*validate)(const Part& part) = nullptr;
+  std::string (*remark)(const Part& part) = nullptr;  // null: nothing to say
 };
 
 struct KeySide : Side<KeyRecipe> {
