@@ -115,12 +115,12 @@ void ValueOutliers::store(DType dtype, std::byte* block) const {
   }
 }
 
-void subtract_levels(const TileView& view, const OutlierList& list, const float* min, const float* max,
-                     const float* step, float* values) {
+void subtract_levels(const TileView& view, const OutlierList& list, const std::uint16_t* depths, const float* min,
+                     const float* max, const float* step, float* values) {
   const bool ends = list.depths == nullptr;
   const auto middle = static_cast<float>(view.tile->table[static_cast<std::size_t>(middle_code(*view.tile))]);
   for (int i = 0; i < list.count; ++i) {
-    const int d = list.depth(i);
+    const std::uint16_t d = depths[i];
     values[i] -= ends ? std::clamp(values[i], min[d], max[d]) : min[d] + middle * step[d];
   }
 }

@@ -66,8 +66,8 @@ class ValueOutliers {
 };
 
 // What each of a list's slots adds to its code's level: value - level, 0 for unused slots. `min`, `max` and `step` per
-// depth index; values as floats.
-void subtract_levels(const TileView& view, const OutlierList& list, const float* min, const float* max,
-                     const float* step, float* values);
+// depth index, `depths` of each slot; values as floats.
+void subtract_levels(const TileView& view, const OutlierList& list, const std::uint16_t* depths, const float* min,
+                     const float* max, const float* step, float* values);
 
 }  // namespace kvant::cache

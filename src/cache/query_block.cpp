@@ -26,6 +26,13 @@ std::size_t most_outliers(const AttentionPlan& plan) {
   return static_cast<std::size_t>(std::max(layout.key.outliers.slots, layout.value.outliers.slots));
 }
 
+// What multiply_sparse needs.
+std::size_t most_lanes(const AttentionPlan& plan) {
+  const CacheShape& shape = plan.store->shape;
+  if (most_outliers(plan) == 0) return 0;
+  return std::size_t{16} * static_cast<std::size_t>(std::max(shape.key_dim, shape.value_dim) + plan.store->tokens());
+}
+
 }  // namespace
 
 std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
@@ -44,7 +51,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
          (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
-         Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan));
+         Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) + Arena::padded<float>(most_lanes(plan));
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -72,6 +79,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   residuals_ = arena.take<float>(most_outliers(plan));
   outlier_rows_ = arena.take<std::uint16_t>(most_outliers(plan));
   outlier_depths_ = arena.take<std::uint16_t>(most_outliers(plan));
+  lanes_ = arena.take<float>(most_lanes(plan));
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
@@ -293,16 +301,10 @@ void QueryBlock::add_outliers(const TileView& view, const float* v, std::int64_t
   if (list.count == 0) return;
   kernels_.widen(list.values, store_.shape.dtype, residuals_, list.count);
   kernels_.widen(view.grid + view.tile->max_offset, store_.shape.dtype, max_, view.tile->depth);
-  subtract_levels(view, list, min_, max_, step_, residuals_);
-  for (int i = 0; i < list.count; ++i) {
-    outlier_rows_[i] = static_cast<std::uint16_t>(list.row(i));
-    outlier_depths_[i] = static_cast<std::uint16_t>(list.depth(i));
-  }
-  for (int n = 0; n < vectors_; ++n) {
-    const float* from = v + n * v_stride;
-    float* to = out + n * out_stride;
-    for (int i = 0; i < list.count; ++i) to[outlier_rows_[i]] += from[outlier_depths_[i]] * residuals_[i];
-  }
+  list.places(outlier_rows_, outlier_depths_);
+  subtract_levels(view, list, outlier_depths_, min_, max_, step_, residuals_);
+  kernels_.multiply_sparse({residuals_, outlier_rows_, outlier_depths_, list.count, view.tile->rows, view.tile->depth, v,
+                            v_stride, vectors_, out, out_stride, lanes_});
 }
 
 void QueryBlock::score_exact(const ExactRows& exact) {

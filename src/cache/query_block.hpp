@@ -110,6 +110,7 @@ class QueryBlock {
   float* residuals_ = nullptr;
   std::uint16_t* outlier_rows_ = nullptr;
   std::uint16_t* outlier_depths_ = nullptr;
+  float* lanes_ = nullptr;
   std::uint16_t* order_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
   float* wide_ = nullptr;  // an open tile as float, for blocks of many vectors

@@ -88,6 +88,21 @@ void TileView::order(std::uint16_t* out) const {
   }
 }
 
+void OutlierList::places(std::uint16_t* to_rows, std::uint16_t* to_depths) const {
+  if (row_entry == 1) {
+    for (int i = 0; i < count; ++i) to_rows[i] = std::to_integer<std::uint16_t>(rows[i]);
+  } else {
+    std::memcpy(to_rows, rows, static_cast<std::size_t>(count) * sizeof *to_rows);
+  }
+  if (depths != nullptr) {
+    for (int i = 0; i < count; ++i) to_depths[i] = std::to_integer<std::uint16_t>(depths[i]);
+    return;
+  }
+  for (int i = 0; i < count; i += per_vector) {
+    for (int j = 0; j < per_vector; ++j) to_depths[i + j] = static_cast<std::uint16_t>(i / per_vector);
+  }
+}
+
 std::uint32_t TileView::outlier_start(int at_head) const {
   std::uint32_t start = 0;
   std::memcpy(&start, grid + tile->outliers.start_offset + static_cast<std::size_t>(at_head) * sizeof start,

@@ -53,6 +53,8 @@ struct OutlierList {
     return row;
   }
   int depth(int i) const { return depths != nullptr ? std::to_integer<int>(depths[i]) : i / per_vector; }
+  // Row and depth index of every slot.
+  void places(std::uint16_t* to_rows, std::uint16_t* to_depths) const;
 };
 
 // One page's tile of one head.

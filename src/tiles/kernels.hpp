@@ -95,6 +95,23 @@ struct RowProduct {
   std::int64_t out_stride = 0;
 };
 
+// out[n][rows[i]] += v[n][depths[i]] * values[i], for i in order: outliers beside a tile. Vectors become lanes, so that an
+// entry is one multiply-add for up to 16 of them.
+struct SparseProduct {
+  const float* values = nullptr;  // [count]
+  const std::uint16_t* rows = nullptr;
+  const std::uint16_t* depths = nullptr;
+  int count = 0;
+  int row_count = 0;  // rows and depth of the tile
+  int depth = 0;
+  const float* v = nullptr;  // [vectors][v_stride]
+  std::int64_t v_stride = 0;
+  int vectors = 0;
+  float* out = nullptr;  // [vectors][out_stride]
+  std::int64_t out_stride = 0;
+  float* scratch = nullptr;  // 16 * (row_count + depth) floats
+};
+
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.
 struct SoftmaxArgs {
   float* scores = nullptr;  // [vectors][stride], in: logits without mask, out: weights
@@ -125,6 +142,7 @@ struct Kernels {
   void (*pack_x)(const PackArgs&) = nullptr;
   void (*multiply_codes)(const CodeProduct&) = nullptr;
   void (*multiply_rows)(const RowProduct&) = nullptr;
+  void (*multiply_sparse)(const SparseProduct&) = nullptr;
   void (*softmax)(const SoftmaxArgs&) = nullptr;
   // out[n][r] = out[n][r] * alpha[n] + bias[n]
   void (*rescale)(float* out, std::int64_t stride, int vectors, int rows, const float* alpha,

@@ -113,6 +113,14 @@ void multiply_rows(const RowProduct& a) {
   }
 }
 
+void multiply_sparse(const SparseProduct& a) {
+  for (int n = 0; n < a.vectors; ++n) {
+    for (int i = 0; i < a.count; ++i) {
+      a.out[n * a.out_stride + a.rows[i]] += a.v[n * a.v_stride + a.depths[i]] * a.values[i];
+    }
+  }
+}
+
 void softmax(const SoftmaxArgs& a) {
   for (int n = 0; n < a.vectors; ++n) {
     float* s = a.scores + n * a.stride;
@@ -262,6 +270,7 @@ Kernels scalar_kernels() {
   k.pack_x = pack_x;
   k.multiply_codes = multiply_codes;
   k.multiply_rows = multiply_rows;
+  k.multiply_sparse = multiply_sparse;
   k.softmax = softmax;
   k.rescale = rescale;
   k.dot = dot;
