@@ -117,11 +117,20 @@ void ValueOutliers::store(DType dtype, std::byte* block) const {
 
 void subtract_levels(const TileView& view, const OutlierList& list, const std::uint16_t* depths, const float* min,
                      const float* max, const float* step, float* values) {
-  const bool ends = list.depths == nullptr;
-  const auto middle = static_cast<float>(view.tile->table[static_cast<std::size_t>(middle_code(*view.tile))]);
+  const auto level = [&](int code) { return static_cast<float>(view.tile->table[static_cast<std::size_t>(code)]); };
+  if (list.depths != nullptr) {
+    const float middle = level(middle_code(*view.tile));
+    for (int i = 0; i < list.count; ++i) values[i] -= min[depths[i]] + middle * step[depths[i]];
+    return;
+  }
+  // Factors instead of branches: which end an outlier is beyond is as good as random.
+  const float low = level(0);
+  const float span = level(level_count(*view.tile) - 1) - low;
   for (int i = 0; i < list.count; ++i) {
     const std::uint16_t d = depths[i];
-    values[i] -= ends ? std::clamp(values[i], min[d], max[d]) : min[d] + middle * step[d];
+    const auto above = static_cast<float>(values[i] > max[d]);
+    const auto used = above + static_cast<float>(values[i] < min[d]);
+    values[i] = used * (values[i] - (min[d] + (low + above * span) * step[d]));
   }
 }
 
