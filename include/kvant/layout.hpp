@@ -20,14 +20,14 @@ struct PlaneLayout {
   std::size_t bytes = 0;
 };
 
-// Values kept beside the codes of a tile, in a list with a fixed number of slots. A key tile has one list per head: slot i
-// belongs to channel i / (2 * per_end) and says the token; slots that a channel does not need hold its maximum and token 0.
-// Value tiles that share a grid share one list behind it: slots say token and channel, ascending by head, token and
-// channel; starts[h]..starts[h + 1] are those of head h, and those after the last head's are zeros.
+// Values kept beside the codes of a tile, in a list with a fixed number of slots. A key tile has one list per head:
+// slot i belongs to channel i / (2 * per_end) and says the token; slots that a channel does not need hold its maximum
+// and token 0. Value tiles that share a grid share one list behind it: slots say token and channel, ascending by head,
+// token and channel; starts[h]..starts[h + 1] are those of head h, and those after the last head's are zeros.
 struct OutlierLayout {
-  int per_end = 0;    // the smallest and the largest so many of each vector; 0: no list
+  int per_end = 0;  // the smallest and the largest so many of each vector; 0: no list
   int slots = 0;
-  int row_entry = 0;  // bytes of a row (key: token, value: channel): 1 or 2
+  int row_entry = 0;             // bytes of a row (key: token, value: channel): 1 or 2
   std::size_t value_offset = 0;  // slots values of CacheShape::dtype; offsets count from where those of the grid do
   std::size_t row_offset = 0;
   std::size_t depth_offset = 0;  // shared lists: the token, 1 byte each
@@ -71,6 +71,7 @@ struct PageLayout {
   std::size_t head_bytes = 0;
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16
+  std::size_t query_bytes = 0;  // statistics beside an open page once queries were observed, 0 if the recipe needs none
   std::size_t exact_bytes_per_16 = 0;  // unquantized rows beside a sealed page (sinks), per started 16 tokens
 
   // Bits per value of a sealed page, everything inside it counted.

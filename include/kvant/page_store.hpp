@@ -65,10 +65,11 @@ class PageStore {
   void read(Side side, std::span<const std::int64_t> cells, const View& out) const;
 
   // Tells a store whose recipe weighs key channels by the queries (waterfill) what those of the tokens in `cells` are:
-  // queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it after the tokens are written
-  // and before seal_ready. A page is encoded with the statistics of all queries up to its own last token; queries of cells
-  // that are in no open page count from now on. With `cells` empty, so do all of them, however many rows there are.
-  // Ignored by other recipes. Throws Error(invalid_argument | out_of_range | not_finite); then nothing was counted.
+  // queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it after the tokens are
+  // written and before seal_ready. A page is encoded with the statistics of all queries up to its own last token;
+  // queries of cells that are in no open page count from now on. With `cells` empty, so do all of them, however many
+  // rows there are. Ignored by other recipes. Throws Error(invalid_argument | out_of_range | not_finite); then nothing
+  // was counted.
   void observe(std::span<const std::int64_t> cells, const ConstView& queries);
   // True when the recipe weighs channels by queries.
   bool weighs_queries() const;

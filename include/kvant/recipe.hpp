@@ -5,9 +5,9 @@
 //   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
 //   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
 //   waterfill:k=2.5,v=2,sink=4                 widths per key channel and page, rotated values (src/methods/waterfill)
-//   kvquant:k=3,v=3,outliers=0.01              levels of a normal distribution and outliers kept apart (src/methods/kvquant)
-//   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
-//   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
+//   kvquant:k=3,v=3,outliers=0.01              levels of a normal distribution and outliers kept apart
+//   (src/methods/kvquant) k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS,
+//   then options layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
 
 #include <cstdint>
@@ -74,8 +74,9 @@ struct WaterfillValues {
 };
 struct KvquantValues {
   static constexpr std::string_view method = "kvquant";
-  int bits = 3;            // per code, 2..4
-  double outliers = 0.01;  // share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1
+  int bits = 3;  // per code, 2..4
+  double outliers =
+      0.01;  // share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1
   bool operator==(const KvquantValues&) const = default;
 };
 using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues, KvquantValues>;
@@ -137,5 +138,18 @@ struct MethodInfo {
 
 // Every method of this build, in the order of documentation.
 const std::vector<MethodInfo>& methods();
+
+// A name that stands for a recipe wherever a method's name may: "small", "small:sink=0".
+struct PresetInfo {
+  std::string name;
+  std::string summary;
+  std::string recipe;  // its canonical text
+};
+
+// From small to precise.
+const std::vector<PresetInfo>& presets();
+
+// What `kvant run` and the plug-in use when nobody says otherwise: the name of a preset.
+inline constexpr std::string_view kDefaultRecipe = "balanced";
 
 }  // namespace kvant

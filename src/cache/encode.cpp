@@ -95,16 +95,15 @@ void choose_order(const KeyRecipe& recipe, const TileLayout& tile, const KeyRows
   }
   std::vector<std::uint16_t> order(depth);
   std::iota(order.begin(), order.end(), std::uint16_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::uint16_t a, std::uint16_t b) {
-    return width_class(widths[a]) < width_class(widths[b]);
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::uint16_t a, std::uint16_t b) { return width_class(widths[a]) < width_class(widths[b]); });
   std::byte* stored = head_block + tile.order_offset;
   if (tile.order_entry == sizeof(std::uint16_t)) std::memcpy(stored, order.data(), depth * sizeof(std::uint16_t));
   for (std::size_t i = 0; tile.order_entry == 1 && i < depth; ++i) stored[i] = static_cast<std::byte>(order[i]);
 }
 
-// Divided by the block: then no rotated value is larger than the largest of its block, which the cache's type holds, and
-// the transform back needs no factor.
+// Divided by the block: then no rotated value is larger than the largest of its block, which the cache's type holds,
+// and the transform back needs no factor.
 void rotate_values(float* row, const TileLayout& tile) {
   kernels().hadamard(row, tile.rows, tile.rotation);
   const float factor = 1.0F / static_cast<float>(tile.rotation);  // a power of two
@@ -201,8 +200,7 @@ void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayo
   store_endpoints(shape.dtype, tile.shared_grid ? block : head_block, tile, endpoints);
   if (tile.outliers.per_end > 0) outliers.store(shape.dtype, block);
   for (int h = 0; h < heads; ++h) {
-    pack_planes(view, codes[static_cast<std::size_t>(h)],
-                head_block + static_cast<std::size_t>(h) * layout.head_bytes);
+    pack_planes(view, codes[static_cast<std::size_t>(h)], head_block + static_cast<std::size_t>(h) * layout.head_bytes);
   }
 }
 

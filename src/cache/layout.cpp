@@ -28,8 +28,8 @@ std::size_t add_fixed_planes(const catalog::TileSpec& spec, std::size_t offset, 
   return offset;
 }
 
-// The smallest and the largest ceil(share / 2 * n) of each vector of n values (paper: 21 of 4096 for 0.5 %), as a list at
-// `offset`, which moves behind it.
+// The smallest and the largest ceil(share / 2 * n) of each vector of n values (paper: 21 of 4096 for 0.5 %), as a list
+// at `offset`, which moves behind it.
 void place_outliers(const catalog::TileSpec& spec, const CacheShape& shape, std::size_t& offset, TileLayout& tile) {
   if (spec.outliers <= 0) return;
   OutlierLayout& list = tile.outliers;
@@ -47,8 +47,8 @@ void place_outliers(const catalog::TileSpec& spec, const CacheShape& shape, std:
 }
 
 // Places a tile at `offset` of the head's block: planes (whole word groups) first, so that all of them stay aligned,
-// then endpoints, outliers, order and counts. Returns the next free offset, again a multiple of a word group. A shared grid
-// and its outliers are placed at `shared` of the page's tail instead.
+// then endpoints, outliers, order and counts. Returns the next free offset, again a multiple of a word group. A shared
+// grid and its outliers are placed at `shared` of the page's tail instead.
 std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::size_t offset, std::size_t& shared,
                   TileLayout& tile) {
   tile.rows = spec.rows;
@@ -61,8 +61,8 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   tile.table = spec.table;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
-  offset = spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows)
-                           : add_fixed_planes(spec, offset, tile);
+  offset =
+      spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows) : add_fixed_planes(spec, offset, tile);
   tile.plane_bytes = offset - tile.plane_offset;
   const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(shape.dtype);
   std::size_t& grid = spec.shared_grid ? shared : offset;
@@ -89,6 +89,10 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   check_extent("value_dim", shape.value_dim, 1024);
   PageLayout layout;
   layout.open_bytes = cache::RowsLayout(shape, recipe.page).bytes;
+  if (catalog::uses_queries(recipe)) {
+    layout.query_bytes = static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(shape.kv_heads) *
+                         static_cast<std::size_t>(shape.key_dim) * sizeof(std::uint16_t);
+  }
   layout.exact_bytes_per_16 = cache::RowsLayout(shape, 16).bytes;
   if (!recipe.quantizes()) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));
@@ -96,8 +100,7 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   }
   std::size_t shared = 0;  // from the end of the heads' blocks
   const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape, 0, shared, layout.key);
-  layout.head_bytes =
-      place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
+  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {
     if (!tile->shared_grid) continue;

@@ -11,8 +11,8 @@
 namespace kvant::cache {
 
 // Codes of one row after another. The range is that of the values that are no outliers: the smallest and the largest
-// per_end of the row are left out (fewer in rows of less than 2 * per_end + 1 values), and outliers are what lies beyond
-// it, so that of equal values none is.
+// per_end of the row are left out (fewer in rows of less than 2 * per_end + 1 values), and outliers are what lies
+// beyond it, so that of equal values none is.
 class TableCoder {
  public:
   // `ends`: outliers get the code of the end that they are beyond, as keys do, else that of the middle level.

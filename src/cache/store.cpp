@@ -84,10 +84,8 @@ PageStore::Impl::Impl(const Impl& other)
     to.value_written = from.value_written;
     to.exact = from.exact;
     to.last_write = from.last_write;
-    if (from.queries) {
-      to.queries = std::make_unique<double[]>(query_sums.size());
-      std::copy_n(from.queries.get(), query_sums.size(), to.queries.get());
-    }
+    to.queries = copy_queries(from);
+    to.observed = from.observed;
     if (from.open) {
       to.open = pool->take(rows.bytes);
       std::memcpy(to.open.get(), from.open.get(), rows.bytes);
@@ -183,9 +181,14 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
   for (std::size_t i = 0; i < ready.size(); ++i) {
     Page& page = pages[static_cast<std::size_t>(ready[i])];
     drop_open(page);
-    settle_queries(page);
+    page.queries.reset();
+    page.observed.reset();
     page.sealed = std::move(sealed[i]);
     std::erase(open_pages, ready[i]);
+  }
+  if (!ready.empty() && !sums.back().empty()) {
+    query_sums = sums.back();
+    queries_seen = true;
   }
   counts.seals += static_cast<std::int64_t>(ready.size());
 }
@@ -258,6 +261,7 @@ void PageStore::forget(std::int64_t first, std::int64_t count) {
       page.key_written.reset(bit);
       page.value_written.reset(bit);
       page.exact.reset(bit);
+      page.observed.reset(bit);
     }
     if (!page.is_empty() && (page.key_written | page.value_written).none()) impl.release(number);
   }
@@ -288,12 +292,11 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 
 StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
-  bytes.tables =
-      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t) +
-      impl_->query_sums.capacity() * sizeof(double);
+  bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
+                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
   for (const Page& page : impl_->pages) {
     if (page.open) bytes.open += impl_->rows.bytes;
-    if (page.queries) bytes.tables += impl_->query_sums.size() * sizeof(double);
+    if (page.queries) bytes.tables += impl_->layout.query_bytes;
     if (!page.sealed) continue;
     bytes.sealed += impl_->layout.page_bytes;
     bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it

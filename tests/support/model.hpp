@@ -51,13 +51,14 @@ inline int value_bits(const Recipe& recipe) {
       recipe.value);
 }
 
-// A vector coded with a table of levels: what lies beyond the range of all but the per_end smallest and largest comes back
-// as it was, the rest within half of the widest gap between levels (and half a step of the table's grid).
+// A vector coded with a table of levels: what lies beyond the range of all but the per_end smallest and largest comes
+// back as it was, the rest within half of the widest gap between levels (and half a step of the table's grid).
 inline void expect_close_to_levels(const std::vector<double>& from, const std::vector<double>& to,
                                    const TileLayout& tile) {
   std::vector<double> sorted = from;
   std::sort(sorted.begin(), sorted.end());
-  const std::size_t outside = std::min<std::size_t>(static_cast<std::size_t>(tile.outliers.per_end), (from.size() - 1) / 2);
+  const std::size_t outside =
+      std::min<std::size_t>(static_cast<std::size_t>(tile.outliers.per_end), (from.size() - 1) / 2);
   const double min = sorted[outside];
   const double max = sorted[from.size() - 1 - outside];
   int gap = 0, bits = 0;
@@ -88,8 +89,8 @@ inline std::vector<double> rotated(const std::vector<double>& row, int block) {
   return result;
 }
 
-// Compares a page that was just sealed with its rows before. Exact cells are unchanged; on range grids every value stays
-// within half a step, fitted grids have no more squared error than that.
+// Compares a page that was just sealed with its rows before. Exact cells are unchanged; on range grids every value
+// stays within half a step, fitted grids have no more squared error than that.
 class SealCheck {
  public:
   SealCheck(const PageStore& store, std::int64_t page, const Snapshot& before, const Snapshot& after)

@@ -11,12 +11,16 @@ using testing::ForcedKernel;
 using testing::o1_error;
 
 // The recipes whose tiles differ in kind; widths are covered one by one below.
-const char* const kRecipes[] = {"f16", "kivi:k=2,v=2", "kivi:k=3,v=3,sink=4,window=0", "kivi:k=4,v=4,window=32",
+const char* const kRecipes[] = {"f16",
+                                "kivi:k=2,v=2",
+                                "kivi:k=3,v=3,sink=4,window=0",
+                                "kivi:k=4,v=4,window=32",
                                 "kitty:boost=0.25,window=0",
                                 "waterfill:k=2.5,v=2,sink=4,window=0",
                                 "waterfill:k=3,v=3,high=6,shared=1,window=32,page=64",
                                 "waterfill:k=4,low=2,high=6,v=4,rotate=0,window=0,page=32",
-                                "kvquant:window=0", "kvquant:k=4,v=2,outliers=0,voutliers=0.1,window=32,page=32",
+                                "kvquant:window=0",
+                                "kvquant:k=4,v=2,outliers=0,voutliers=0.1,window=32,page=32",
                                 "k=kvquant:2,v=waterfill:3,sink=3,outliers=0.05,window=0,page=64"};
 
 bool can_store(const char* recipe, int key_dim) {

@@ -40,9 +40,9 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
 }
 
 TEST(Bytes, EqualTheAllocatorsCount) {
-  for (const char* recipe :
-       {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64",
-        "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64", "kvquant:window=0", "kvquant:k=4,v=2,outliers=0.05,page=32"}) {
+  for (const char* recipe : {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty",
+                             "kivi:k=8,v=3,page=64", "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64",
+                             "kvquant:window=0", "kvquant:k=4,v=2,outliers=0.05,page=32"}) {
     check_cache(recipe, {8, 128, 128, DType::f16}, 2048);
     check_cache(recipe, {3, 64, 64, DType::f16}, 1000);
     check_cache(recipe, {2, 80, 112, DType::f32}, 700);
@@ -85,7 +85,7 @@ TEST(Bytes, FallAfterTrimAndClear) {
       EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
       const std::size_t full = cache.bytes().total();
       cache.trim(1000);
-      EXPECT_LT(cache.bytes().total(), full * 6 / 10) << recipe;
+      EXPECT_LT(cache.bytes().total(), full * 65 / 100) << recipe;  // a reopened page is in it
       EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
       cache.clear();
       EXPECT_EQ(cache.bytes().total(), cache.bytes().tables) << recipe;

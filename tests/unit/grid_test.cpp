@@ -1,7 +1,8 @@
 // Least-squares grids, their sums and the Hadamard rotation, for every kernel set.
+#include "cache/grid.hpp"
+
 #include <gtest/gtest.h>
 
-#include "cache/grid.hpp"
 #include "support/data.hpp"
 
 namespace kvant {

@@ -39,7 +39,6 @@ TEST(Kvquant, LevelsAreThoseOfANormalDistribution) {
   }
 }
 
-
 // The recipe by its definition, in double.
 std::vector<double> code_vector(const std::vector<double>& x, double share, std::size_t whole, const TileLayout& tile) {
   std::vector<double> sorted = x;
@@ -121,7 +120,8 @@ TEST(Kvquant, PagesHoldWhatTheDefinitionSays) {
 // A page that is decoded and coded again has the same bytes: ranges are values of the page, outliers come back exactly.
 TEST(Kvquant, CodingDecodedRowsAgainChangesNothing) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
-    for (const char* text : {"kvquant:window=0,sink=0", "kvquant:k=2,v=2,outliers=0.1,voutliers=0.1,page=32,window=0,sink=0"}) {
+    for (const char* text :
+         {"kvquant:window=0,sink=0", "kvquant:k=2,v=2,outliers=0.1,voutliers=0.1,page=32,window=0,sink=0"}) {
       Rows rows = make_rows({2, 24, 40, dtype}, 128, 9);
       for (std::size_t i = 0; i < rows.keys.size(); i += 3) rows.keys[i] = std::nearbyint(rows.keys[i]);  // ties
       const Cache cache = testing::filled(text, rows);
@@ -138,7 +138,8 @@ TEST(Kvquant, CodingDecodedRowsAgainChangesNothing) {
 
 // Fewer values than levels, equal ones, two different ones, pages of sinks but for one token (failures.md, KVQuant e).
 TEST(Kvquant, DegenerateVectorsComeBackExactly) {
-  for (const char* text : {"kvquant:page=32,window=0,sink=0", "kvquant:page=32,window=0,sink=31,outliers=0.1,voutliers=0.1"}) {
+  for (const char* text :
+       {"kvquant:page=32,window=0,sink=0", "kvquant:page=32,window=0,sink=31,outliers=0.1,voutliers=0.1"}) {
     for (int kind = 0; kind < 5; ++kind) {
       Rows rows = make_rows({2, 8, 1, DType::f16}, 32, 3);
       for (std::int64_t t = 0; t < 32; ++t) {

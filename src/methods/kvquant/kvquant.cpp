@@ -32,7 +32,9 @@ void add_options(Side<Part>& side, const char* bits, const char* outliers) {
   side.defaults = Options();
   side.options = {bits, outliers};
   side.bits = [](const Part& part) { return std::to_string(std::get<Options>(part).bits); };
-  side.remark = [](const Part&) { return std::string("not calibrated, fixed normal-float codebook, ranges of the page"); };
+  side.remark = [](const Part&) {
+    return std::string("not calibrated, fixed normal-float codebook, ranges of the page");
+  };
 }
 
 template <typename Options>
