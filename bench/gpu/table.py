@@ -16,7 +16,7 @@ def main() -> None:
     figures = lines(sys.argv[1])
     fp16: dict[tuple[int, int], float] = {}
     for line in lines(sys.argv[2]):
-        if "us" in line:
+        if "backend" in line and "us" in line:
             key = (line["batch"], line["tokens"])
             fp16[key] = min(fp16.get(key, line["us"]), line["us"])
     for line in figures:

@@ -1,6 +1,8 @@
 #include "cuda/device_format.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "base/checked.hpp"
@@ -29,28 +31,39 @@ struct Codes {
   std::uint8_t& at(int depth, int row) { return data[static_cast<std::size_t>(depth * stride + row)]; }
 };
 
-// Bytes of a channel list inside a CPU block need not be aligned for uint16.
-std::vector<std::uint16_t> load_index(const TileLayout& tile, const std::byte* block) {
-  std::vector<std::uint16_t> index(static_cast<std::size_t>(tile.index_count));
-  std::memcpy(index.data(), block + tile.index_offset, index.size() * sizeof(std::uint16_t));
-  return index;
+// The channel of each stored depth index; a tile without an order stores channels as they come.
+std::vector<int> load_order(const TileLayout& tile, const std::byte* block) {
+  std::vector<int> order(static_cast<std::size_t>(tile.depth));
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = 0; tile.order_entry == 1 && i < order.size(); ++i) {
+    order[i] = std::to_integer<int>(block[tile.order_offset + i]);
+  }
+  return order;
 }
 
+// Boosted channels first, each part ascending.
+std::vector<int> make_order(const TileLayout& tile, const std::vector<int>& boosted) {
+  std::vector<int> order = boosted;
+  for (int channel = 0; channel < tile.depth; ++channel) {
+    if (!std::binary_search(boosted.begin(), boosted.end(), channel)) order.push_back(channel);
+  }
+  return order;
+}
+
+// Codes by stored depth index.
 Codes unpack(const TileLayout& tile, const std::byte* block) {
   Codes codes(tile);
-  const std::vector<std::uint16_t> index = load_index(tile, block);
   for (const PlaneLayout& plane : tile.planes) {
-    tiles::kernels().unpack_plane(block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth,
-                                  plane.gathered ? index.data() : nullptr, codes.data.data(), codes.stride);
+    tiles::kernels().unpack_plane(block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth, nullptr,
+                                  codes.data.data(), codes.stride);
   }
   return codes;
 }
 
 void pack(const TileLayout& tile, const Codes& codes, std::byte* block) {
-  const std::vector<std::uint16_t> index = load_index(tile, block);
   for (const PlaneLayout& plane : tile.planes) {
-    tiles::kernels().pack_plane(codes.data.data(), codes.stride, plane.gathered ? index.data() : nullptr, plane.bits,
-                                plane.shift, tile.rows, plane.depth, block + plane.offset);
+    tiles::kernels().pack_plane(codes.data.data(), codes.stride, nullptr, plane.bits, plane.shift, tile.rows,
+                                plane.depth, block + plane.offset);
   }
 }
 
@@ -111,17 +124,18 @@ void copy2(std::byte* to, const std::byte* from) {
   std::memcpy(to, from, 2);
 }
 
-std::vector<bool> boosted_set(const DeviceFormat& format, const std::vector<std::uint16_t>& index) {
-  std::vector<bool> set(static_cast<std::size_t>(format.key.dim));
-  for (const std::uint16_t channel : index) set[channel] = true;
-  return set;
-}
-
 // Width of a tile's codes over all depth indices.
 int uniform_width(const TileLayout& tile) {
   int width = 0;
-  for (const PlaneLayout& plane : tile.planes) width += plane.gathered ? 0 : plane.bits;
+  for (const PlaneLayout& plane : tile.planes) width += plane.depth == tile.depth ? plane.bits : 0;
   return width;
+}
+
+// What only the CPU's pages can have so far.
+void check_plain(const char* side, const TileLayout& tile) {
+  if (tile.budget == 0 && tile.rotation == 1 && !tile.shared_grid) return;
+  refuse(std::string(side) +
+         " have widths of their own per page, a rotation or a shared grid; on the GPU: kivi, kitty");
 }
 
 void check_width(const char* side, int width) {
@@ -130,13 +144,14 @@ void check_width(const char* side, int width) {
   }
 }
 
-// Depth of the gathered plane, 0 if there is none. The device knows one second plane of 2 bits on 2-bit codes.
+// Depth of the plane over some channels, 0 if there is none. The device knows one second plane of 2 bits on 2-bit
+// codes.
 int boosted_channels(const TileLayout& tile) {
   int count = 0;
   for (const PlaneLayout& plane : tile.planes) {
-    if (!plane.gathered) continue;
-    if (count != 0 || plane.bits != 2 || plane.shift != 2) {
-      refuse("a plane of " + std::to_string(plane.bits) + " bits over chosen channels; on the GPU: one of 2 bits");
+    if (plane.depth == tile.depth) continue;
+    if (count != 0 || plane.bits != 2 || plane.shift != 2 || plane.first != 0) {
+      refuse("a plane of " + std::to_string(plane.bits) + " bits over some channels; on the GPU: one of 2 bits");
     }
     count = plane.depth;
   }
@@ -156,6 +171,8 @@ DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
     if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
   }
   if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+  check_plain("keys", layout.key);
+  check_plain("values", layout.value);
   DeviceFormat format;
   format.key = {uniform_width(layout.key), shape.key_dim, 0};
   format.value = {uniform_width(layout.value), shape.value_dim};
@@ -178,20 +195,18 @@ void to_device(const DeviceFormat& format, const PageLayout& layout, std::span<c
   std::memset(keys, 0, format.head_bytes());
 
   Codes codes = unpack(layout.key, from);
-  const std::vector<std::uint16_t> index = load_index(layout.key, from);
-  const std::vector<bool> boosted = boosted_set(format, index);
-  for (int d = 0; d < format.key.dim; ++d) {
+  const std::vector<int> order = load_order(layout.key, from);
+  for (int i = 0; i < format.key.dim; ++i) {
+    const int d = order[static_cast<std::size_t>(i)];
     std::byte* ends = keys + key_endpoint_offset(d);
-    const bool swapped = boosted[static_cast<std::size_t>(d)];
-    copy2(ends + (swapped ? 8 : 0), from + layout.key.min_offset + static_cast<std::size_t>(2 * d));
-    copy2(ends + (swapped ? 0 : 8), from + layout.key.max_offset + static_cast<std::size_t>(2 * d));
+    const bool swapped = i < format.boosted;
+    copy2(ends + (swapped ? 8 : 0), from + layout.key.min_offset + static_cast<std::size_t>(2 * i));
+    copy2(ends + (swapped ? 0 : 8), from + layout.key.max_offset + static_cast<std::size_t>(2 * i));
     const int mask = format.boosted > 0 ? 3 : 15;
-    for (int t = 0; t < kPage; ++t) key_fields(format.key, t, d).set(keys, codes.at(d, t) & mask);
-  }
-  for (int i = 0; i < format.boosted; ++i) {
-    const int channel = index[static_cast<std::size_t>(i)];
-    keys[format.key.index_offset() + i] = static_cast<std::byte>(channel);
-    for (int t = 0; t < kPage; ++t) high_fields(format.key, t, i).set(keys, codes.at(channel, t) >> 2);
+    for (int t = 0; t < kPage; ++t) key_fields(format.key, t, d).set(keys, codes.at(i, t) & mask);
+    if (!swapped) continue;
+    keys[format.key.index_offset() + i] = static_cast<std::byte>(d);
+    for (int t = 0; t < kPage; ++t) high_fields(format.key, t, i).set(keys, codes.at(i, t) >> 2);
   }
 
   codes = unpack(layout.value, from);
@@ -210,30 +225,30 @@ void from_device(const DeviceFormat& format, const PageLayout& layout, std::span
   std::byte* to = block.data();
   std::memset(to, 0, layout.head_bytes);
 
-  std::vector<std::uint16_t> index(static_cast<std::size_t>(layout.key.index_count));
-  for (std::size_t i = 0; i < index.size(); ++i) {
-    index[i] = std::to_integer<std::uint16_t>(keys[static_cast<std::size_t>(format.key.index_offset()) + i]);
-    const bool ascending = i == 0 || index[i] > index[i - 1];
-    if (!ascending || index[i] >= format.key.dim) {
+  std::vector<int> boosted;
+  for (int i = 0; i < format.boosted; ++i) {
+    const int channel = std::to_integer<int>(keys[format.key.index_offset() + i]);
+    if ((i > 0 && channel <= boosted.back()) || channel >= format.key.dim) {
       base::fail(ErrorCode::bad_format, "entry " + std::to_string(i) + " of a page's channel list is " +
-                                            std::to_string(index[i]) + "; allowed: ascending, below " +
+                                            std::to_string(channel) + "; allowed: ascending, below " +
                                             std::to_string(format.key.dim));
     }
+    boosted.push_back(channel);
   }
-  std::memcpy(to + layout.key.index_offset, index.data(), index.size() * sizeof(std::uint16_t));
-  const std::vector<bool> boosted = boosted_set(format, index);
+  const std::vector<int> order = make_order(layout.key, boosted);
   Codes codes(layout.key);
-  for (int d = 0; d < format.key.dim; ++d) {
+  for (int i = 0; i < format.key.dim; ++i) {
+    const int d = order[static_cast<std::size_t>(i)];
+    if (layout.key.order_entry == 1)
+      to[layout.key.order_offset + static_cast<std::size_t>(i)] = static_cast<std::byte>(d);
     const std::byte* ends = keys + key_endpoint_offset(d);
-    const bool swapped = boosted[static_cast<std::size_t>(d)];
-    copy2(to + layout.key.min_offset + static_cast<std::size_t>(2 * d), ends + (swapped ? 8 : 0));
-    copy2(to + layout.key.max_offset + static_cast<std::size_t>(2 * d), ends + (swapped ? 0 : 8));
-    for (int t = 0; t < kPage; ++t) codes.at(d, t) = static_cast<std::uint8_t>(key_fields(format.key, t, d).get(keys));
-  }
-  for (int i = 0; i < format.boosted; ++i) {
+    const bool swapped = i < format.boosted;
+    copy2(to + layout.key.min_offset + static_cast<std::size_t>(2 * i), ends + (swapped ? 8 : 0));
+    copy2(to + layout.key.max_offset + static_cast<std::size_t>(2 * i), ends + (swapped ? 0 : 8));
     for (int t = 0; t < kPage; ++t) {
-      codes.at(index[static_cast<std::size_t>(i)], t) |=
-          static_cast<std::uint8_t>(high_fields(format.key, t, i).get(keys) << 2);
+      int code = key_fields(format.key, t, d).get(keys);
+      if (swapped) code |= high_fields(format.key, t, i).get(keys) << 2;
+      codes.at(i, t) = static_cast<std::uint8_t>(code);
     }
   }
   pack(layout.key, codes, to);

@@ -34,6 +34,7 @@ void expect_agreement(const Shape& shape, unsigned seed = 1) {
 
 TEST(GpuAttend, Recipes) {
   KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
   for (const char* recipe :
        {"kivi:k=2,v=2", "kivi:k=4,v=4", "kivi:k=3,v=3", "kivi:k=4,v=2", "kivi:k=2,v=4", "kivi:k=3,v=2", "kivi:k=2,v=3",
         "kivi:k=4,v=3", "kivi:k=3,v=4", "kitty", "kitty:boost=0.125", "kitty:v=4"}) {
@@ -49,6 +50,7 @@ TEST(GpuAttend, Recipes) {
 
 TEST(GpuAttend, HeadDimensionsAndTypes) {
   KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
   for (const auto& [key, value] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 192}, {256, 256}, {192, 128}}) {
     for (const DType type : {DType::f16, DType::bf16}) {
       for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=3,v=3", "kivi:k=4,v=4"}) {
@@ -123,6 +125,7 @@ TEST(GpuAttend, WindowCapAndSinks) {
 // Every split the planner knows, and far more parts than pages.
 TEST(GpuAttend, Splits) {
   KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
   for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {70, 700}}) {
     Shape shape;
     shape.lengths.assign(static_cast<std::size_t>(sequences), length);

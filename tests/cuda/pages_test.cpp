@@ -34,6 +34,7 @@ TEST(GpuPages, UploadAndDownloadKeepEveryBit) {
 // Rows arrive in chunks; what is sealed on the device are the CPU's bytes.
 TEST(GpuPages, AppendAndSealWriteTheCpusBytes) {
   KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
   struct Kind {
     const char* recipe;
     CacheShape shape;

@@ -13,6 +13,10 @@
 
 namespace kvant::cuda::test {
 
+// Of tests over recipes and shapes that only a full build (KVANT_CUDA_SHAPES) has kernels for.
+#define KVANT_NEEDS_EVERY_SHAPE() \
+  if (!KVANT_CUDA_FULL) GTEST_SKIP() << "this build has the kernels of one shape only"
+
 #define KVANT_NEEDS_GPU() \
   if (!is_available()) GTEST_SKIP() << "no CUDA device of compute capability 8.0"
 
