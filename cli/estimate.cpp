@@ -108,7 +108,7 @@ Estimate estimate_recipe(const ModelShape& model, const LayerRecipes& recipes, s
   std::vector<std::pair<LayerShape, Recipe>> kinds;  // of layers, each once
   std::vector<std::int64_t> counts;
   for (std::size_t i = 0; i < model.layers.size(); ++i) {
-    std::pair<LayerShape, Recipe> kind(model.layers[i], recipes.at(static_cast<int>(i)));
+    std::pair<LayerShape, Recipe> kind(model.layers[i], recipes.of_layer(static_cast<int>(i)));
     const auto found = std::find(kinds.begin(), kinds.end(), kind);
     if (found == kinds.end()) {
       kinds.push_back(std::move(kind));

@@ -88,6 +88,9 @@ struct Recipe {
   int window = 128;  // a page is sealed once this many newer tokens exist, 0..65536
   int page = 128;    // tokens in a page: 32, 64, 128 or 256
   int x_bits = 16;   // precision of the queries and softmax weights in integer products: 8 or 16
+  // kvquant: path of what `kvant calibrate` wrote, and which of its layers this is (hosts say that with of_layer).
+  std::string file;
+  int layer = 0;
 
   bool operator==(const Recipe&) const = default;
 
@@ -121,6 +124,8 @@ struct LayerRecipes {
   bool operator==(const LayerRecipes&) const = default;
   // Throws Error(out_of_range) when no rule holds the layer, which cannot happen after parsing.
   const Recipe& at(int layer) const;
+  // The same, with Recipe::layer set where the recipe has a calibration file.
+  Recipe of_layer(int layer) const;
 };
 
 // Parses "layers=RANGE:RECIPE,...", where RANGE is N, N-M or *, and the last one is *; any recipe alone means *.

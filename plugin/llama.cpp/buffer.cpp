@@ -70,7 +70,7 @@ CacheRef CacheBuffer::find(const abi::Tensor* t) {
 void CacheBuffer::learn(Layer& layer, const Heads& heads) {
   if (layer.mode() != Mode::pending) return;
   try {
-    layer.pack(config().recipes.at(layer.index()), heads, pool_);
+    layer.pack(config().recipes.of_layer(layer.index()), heads, pool_);
     account(layer);
   } catch (const std::exception& error) {
     pass_through(layer, error.what());

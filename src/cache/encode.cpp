@@ -1,10 +1,12 @@
 // Sealing pages: rows to planes and endpoints.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <numeric>
 #include <optional>
 
+#include "base/half.hpp"
 #include "cache/grid.hpp"
 #include "cache/outliers.hpp"
 #include "cache/page.hpp"
@@ -118,8 +120,8 @@ class AnyCoder {
   }
 
   // Codes of even width lie one bit up where bit 0 is that of the odd ones.
-  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes) {
-    if (table_) return table_->code(x, n, codes);
+  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes, const Endpoints* given = nullptr) {
+    if (table_) return table_->code(x, n, codes, given);
     const int shift = std::countr_zero(static_cast<unsigned>(levels));
     const Endpoints endpoints = uniform_.code(x, n, levels >> shift, codes);
     for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
@@ -132,6 +134,18 @@ class AnyCoder {
   RowCoder uniform_;
   std::optional<TableCoder> table_;
 };
+
+// In the cache's type, as all endpoints.
+Endpoints given_range(const CacheShape& shape, const TileLayout& tile, int head, int channel) {
+  const auto at = static_cast<std::size_t>(head * tile.depth + channel);
+  const float limit = base::largest_stored(shape.dtype);
+  const auto stored = [&](float x) {
+    std::array<std::byte, sizeof(float)> bytes{};
+    base::store_float(bytes.data(), shape.dtype, 0, std::clamp(x, -limit, limit));
+    return base::load_float(bytes.data(), shape.dtype, 0);
+  };
+  return {stored(tile.range_min[at]), stored(tile.range_max[at])};
+}
 
 }  // namespace
 
@@ -154,7 +168,10 @@ void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout
   const bool whole = rows.count() == tile.rows;
   for (int i = 0; i < tile.depth; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data());
+    Endpoints given;
+    if (!tile.range_min.empty()) given = given_range(shape, tile, head, i);
+    endpoints[at] =
+        coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data(), &given);
     if (tile.outliers.per_end > 0) {
       std::vector<TableCoder::Outlier> outliers = coder.outliers();
       for (TableCoder::Outlier& outlier : outliers) outlier.index = rows.kept[static_cast<std::size_t>(outlier.index)];

@@ -59,6 +59,8 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   tile.low = spec.low;
   tile.high = spec.high;
   tile.table = spec.table;
+  tile.range_min = spec.range_min;
+  tile.range_max = spec.range_max;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
   offset =
@@ -98,9 +100,12 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));
     return layout;
   }
+  catalog::TileSpec keys = catalog::key_tile(recipe, shape.key_dim);
+  catalog::TileSpec values = catalog::value_tile(recipe, shape.value_dim);
+  catalog::calibrate(recipe, shape, keys, values);
   std::size_t shared = 0;  // from the end of the heads' blocks
-  const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape, 0, shared, layout.key);
-  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
+  const std::size_t key_end = place(keys, shape, 0, shared, layout.key);
+  layout.head_bytes = place(values, shape, key_end, shared, layout.value);
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {
     if (!tile->shared_grid) continue;

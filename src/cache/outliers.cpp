@@ -67,8 +67,19 @@ Endpoints TableCoder::inner_range(const float* x, int n) {
   return {smallest_.back() + 0.0F, largest_.back() + 0.0F};  // no minus zero: a decoded one would be plus zero
 }
 
-Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes) {
-  const Endpoints range = inner_range(x, n);
+void TableCoder::keep_farthest(Endpoints range) {
+  const auto most = static_cast<std::size_t>(2 * per_end_);
+  if (outliers_.size() <= most) return;
+  const auto distance = [&](const Outlier& o) { return std::max(range.min - o.value, o.value - range.max); };
+  std::stable_sort(outliers_.begin(), outliers_.end(),
+                   [&](const Outlier& a, const Outlier& b) { return distance(a) > distance(b); });
+  outliers_.resize(most);
+  std::sort(outliers_.begin(), outliers_.end(), [](const Outlier& a, const Outlier& b) { return a.index < b.index; });
+}
+
+Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes, const Endpoints* given) {
+  const bool fixed = given != nullptr && given->max > given->min;
+  const Endpoints range = fixed ? *given : inner_range(x, n);
   tiles::kernels().quantize(x, n, range.min, tiles::grid_step(range.min, range.max, kTableSteps), kTableSteps, codes);
   outliers_.clear();
   for (int i = 0; i < n; ++i) {
@@ -77,6 +88,7 @@ Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes) {
     outliers_.push_back({i, x[i]});
     if (middle_ >= 0) codes[i] = static_cast<std::uint8_t>(middle_);
   }
+  if (fixed) keep_farthest(range);
   return range;
 }
 

@@ -58,6 +58,12 @@ const Recipe& LayerRecipes::at(int layer) const {
   base::fail(ErrorCode::out_of_range, "layer " + std::to_string(layer) + " has no recipe");
 }
 
+Recipe LayerRecipes::of_layer(int layer) const {
+  Recipe recipe = at(layer);
+  if (!recipe.file.empty()) recipe.layer = layer;
+  return recipe;
+}
+
 LayerRecipes parse_layer_recipes(std::string_view text) {
   if (!text.starts_with(kPrefix)) return {{{0, kLastLayer, parse_recipe(text)}}};
   LayerRecipes recipes;

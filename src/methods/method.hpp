@@ -36,6 +36,8 @@ struct TileSpec {
   bool least_squares = false;
   std::vector<std::uint8_t> table;  // TileLayout::table
   double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
+  std::vector<float> range_min;     // keys with calibrated ranges: [kv_heads][channels]
+  std::vector<float> range_max;
 };
 
 // A page's keys of one head, for the choice of widths.
@@ -62,7 +64,7 @@ struct Side {
   std::string (*bits)(const Part& part) = nullptr;     // "4", or "" where the method has no such option
   std::string (*options_text)(const Part&) = nullptr;  // the other options, "boost=0.25"
   void (*validate)(const Part& part) = nullptr;
-  std::string (*remark)(const Part& part) = nullptr;  // null: nothing to say
+  bool calibrated = false;  // its levels may come from a calibration file
 };
 
 struct KeySide : Side<KeyRecipe> {
@@ -98,6 +100,13 @@ const Method& find(std::string_view name);
 TileSpec key_tile(const Recipe& recipe, int channels);
 TileSpec value_tile(const Recipe& recipe, int channels);
 bool uses_queries(const Recipe& recipe);
+// Puts levels and ranges of the recipe's calibration file into the tiles. Throws Error(invalid_argument) when the file
+// is of another geometry or another share of outliers (src/methods/kvquant/calibrated.cpp).
+void calibrate(const Recipe& recipe, const CacheShape& shape, TileSpec& keys, TileSpec& values);
+// Throws unless the recipe's file can be read and belongs to a method that uses it.
+void check_file(const Recipe& recipe);
+// How the levels of a recipe with tables came about; "" for others.
+std::string describe_levels(const Recipe& recipe);
 
 // The side of the method that a part belongs to.
 const KeySide& side_of(const KeyRecipe& keys);

@@ -42,11 +42,16 @@ std::vector<Option> split_options(std::string_view text) {
   }
 }
 
+bool may_be_calibrated(const Recipe& recipe) {
+  return catalog::side_of(recipe.key).calibrated || catalog::side_of(recipe.value).calibrated;
+}
+
 std::vector<std::string> keys_of(const Recipe& recipe) {
   std::vector<std::string> keys = catalog::side_of(recipe.key).options;
   const std::vector<std::string>& values = catalog::side_of(recipe.value).options;
   keys.insert(keys.end(), values.begin(), values.end());
   if (recipe.quantizes()) keys.insert(keys.end(), kCommon.begin(), kCommon.end());
+  if (may_be_calibrated(recipe)) keys.insert(keys.end(), {"file", "layer"});
   return keys;
 }
 
@@ -60,6 +65,10 @@ bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
     recipe.page = catalog::read_int(key, value, 32, 256);
   } else if (key == "x") {
     recipe.x_bits = catalog::read_int(key, value, 8, 16);
+  } else if (key == "file" && may_be_calibrated(recipe)) {
+    recipe.file = value;
+  } else if (key == "layer" && may_be_calibrated(recipe)) {
+    recipe.layer = catalog::read_int(key, value, 0, 9999);
   } else {
     return false;
   }
@@ -143,7 +152,8 @@ std::string options_text(const Part& part) {
 std::string common_text(const Recipe& recipe) {
   if (!recipe.quantizes()) return {};
   return ",sink=" + std::to_string(recipe.sink) + ",window=" + std::to_string(recipe.window) +
-         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits);
+         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits) +
+         (recipe.file.empty() ? "" : ",file=" + recipe.file + ",layer=" + std::to_string(recipe.layer));
 }
 
 template <typename Part>
@@ -227,19 +237,12 @@ void validate(const Recipe& recipe) {
   if (recipe.sink < 0 || recipe.sink > recipe.page) {
     bad_value("sink", std::to_string(recipe.sink), "0 to page (" + std::to_string(recipe.page) + ")");
   }
+  catalog::check_file(recipe);
   if (recipe.window < 0 || recipe.window > 65536) bad_value("window", std::to_string(recipe.window), "0 to 65536");
 }
 
 std::string remark(const Recipe& recipe) {
-  std::string text;
-  const auto add = [&](const char* what, const auto& part) {
-    const auto& side = catalog::side_of(part);
-    const std::string said = side.remark != nullptr ? side.remark(part) : std::string();
-    if (!said.empty()) text += (text.empty() ? "" : "; ") + (what + said);
-  };
-  add("keys: ", recipe.key);
-  add("values: ", recipe.value);
-  return text;
+  return catalog::describe_levels(recipe);
 }
 
 const std::vector<MethodInfo>& methods() {

@@ -32,9 +32,7 @@ void add_options(Side<Part>& side, const char* bits, const char* outliers) {
   side.defaults = Options();
   side.options = {bits, outliers};
   side.bits = [](const Part& part) { return std::to_string(std::get<Options>(part).bits); };
-  side.remark = [](const Part&) {
-    return std::string("not calibrated, fixed normal-float codebook, ranges of the page");
-  };
+  side.calibrated = true;
 }
 
 template <typename Options>
@@ -102,7 +100,8 @@ Method kvquant() {
   recipe.value = KvquantValues();
   recipe.sink = 1;
   return {"kvquant",
-          "KVQuant: non-uniform levels, two-sided outliers kept apart (not calibrated: a fixed normal-float codebook)",
+          "KVQuant: non-uniform levels, two-sided outliers kept apart (without file=, from `kvant calibrate`: a fixed "
+          "normal-float codebook)",
           recipe, keys(), values()};
 }
 
