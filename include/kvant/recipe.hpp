@@ -5,6 +5,7 @@
 //   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
 //   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
 //   waterfill:k=2.5,v=2,sink=4                 widths per key channel and page, rotated values (src/methods/waterfill)
+//   zipcache:salient=0.6,high=4,low=2         salient tokens of a page wider than the others (src/methods/zipcache)
 //   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
 //   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
@@ -44,7 +45,19 @@ struct WaterfillKeys {
   Grid grid = Grid::least_squares;
   bool operator==(const WaterfillKeys&) const = default;
 };
-using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys>;
+
+// What makes tokens of a page salient: the attention that probe queries paid to them, or the norm of their key.
+enum class Saliency : std::uint8_t { attention, norm };
+
+struct ZipcacheKeys {
+  static constexpr std::string_view method = "zipcache";
+  double salient = 0.6;  // share of the tokens of a page with `high` bits, above 0 and below 1
+  Saliency saliency = Saliency::attention;
+  int high = 4;  // low + 1..8
+  int low = 2;   // bits of the other tokens, 1..4
+  bool operator==(const ZipcacheKeys&) const = default;
+};
+using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys, ZipcacheKeys>;
 
 // ---- values
 
@@ -65,7 +78,16 @@ struct WaterfillValues {
   Grid grid = Grid::least_squares;
   bool operator==(const WaterfillValues&) const = default;
 };
-using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues>;
+// Beside keys of zipcache, share and saliency are the same: a page has one set of salient tokens per KV head.
+struct ZipcacheValues {
+  static constexpr std::string_view method = "zipcache";
+  double salient = 0.6;
+  Saliency saliency = Saliency::attention;
+  int high = 4;  // low + 1..8
+  int low = 2;   // 1..4
+  bool operator==(const ZipcacheValues&) const = default;
+};
+using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues, ZipcacheValues>;
 
 struct Recipe {
   KeyRecipe key = KiviKeys();
@@ -88,7 +110,7 @@ Recipe parse_recipe(std::string_view text);
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
-// quantizing side); called by everything that takes a Recipe.
+// quantizing side, zipcache with two sets of salient tokens); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
 
 // A recipe per layer: the first rule whose range holds the layer counts.

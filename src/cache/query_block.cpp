@@ -14,6 +14,20 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
 
+int score_stride(const PageStore::Impl& store) {
+  return store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
+}
+
+// Where each exact cell is among the scores of its page.
+std::array<int, kMaxPage> exact_places(const ExactRows& exact, const std::uint8_t* tokens) {
+  std::array<int, kMaxPage> places{};
+  for (std::size_t i = 0; i < exact.cells.size(); ++i) {
+    places[i] = tokens == nullptr ? exact.cells[i] : 0;
+    while (tokens != nullptr && tokens[places[i]] != exact.cells[i]) ++places[i];
+  }
+  return places;
+}
+
 int longest(const AttentionPlan& plan) {
   const CacheShape& shape = plan.store->shape;
   return std::max({shape.key_dim, shape.value_dim, plan.store->tokens()});
@@ -25,7 +39,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
   const CacheShape& shape = plan.store->shape;
   const auto n = static_cast<std::size_t>(plan.block_rows) * static_cast<std::size_t>(plan.group);
-  const auto page = static_cast<std::size_t>(plan.store->tokens());
+  const auto page = static_cast<std::size_t>(score_stride(*plan.store));
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
@@ -36,7 +50,8 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
-         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0);
+         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
+         (plan.store->layout.value.channel_factors ? Arena::padded<float>(n * value) + Arena::padded<float>(value) : 0);
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -44,7 +59,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   const CacheShape& shape = store_.shape;
   query_stride_ = base::round_up(shape.key_dim, 16);
   output_stride_ = base::round_up(shape.value_dim, 16);
-  score_stride_ = store_.tokens();
+  score_stride_ = score_stride(store_);
   const auto n = static_cast<std::size_t>(capacity_);
   const auto page = static_cast<std::size_t>(score_stride_);
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
@@ -68,6 +83,10 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   if (store_.layout.value.rotation > 1) {
     rotated_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
     rotated_.owed = arena.take<float>(n);
+  }
+  if (store_.layout.value.channel_factors) {
+    page_sum_ = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
+    factors_ = arena.take<float>(static_cast<std::size_t>(output_stride_));
   }
 }
 
@@ -209,6 +228,38 @@ bool QueryBlock::load_mask(std::int64_t number, int cells) {
   return any;
 }
 
+void QueryBlock::order_masks(const std::uint8_t* tokens) {
+  std::array<float, kMaxPage> line;
+  for (int n = 0; n < vectors_; ++n) {
+    float* row = mask_ + n * score_stride_;
+    if (mask_rows_[n] != row) continue;  // none, or that of another vector
+    std::copy_n(row, store_.tokens(), line.data());
+    for (int i = 0; i < store_.tokens(); ++i) row[i] = line[tokens[i]];
+  }
+}
+
+bool QueryBlock::load_clocks(const Page& page, int cells, const std::int64_t* clocks) {
+  const CellSet written = page.written();
+  bool any = false;
+  for (int n = 0; n < vectors_; ++n) {
+    if (n % plan_.group != 0) {
+      mask_rows_[n] = mask_rows_[n - 1];
+      continue;
+    }
+    float* row = mask_ + n * score_stride_;
+    bool adds = false;
+    for (int i = 0; i < cells; ++i) {
+      const auto cell = static_cast<std::size_t>(i);
+      const bool seen = written[cell] && (!page.open || page.clocks[cell] <= clocks[n / plan_.group]);
+      row[i] = seen ? 0.0F : kMinusInfinity;
+      adds |= !seen;
+      any |= seen;
+    }
+    mask_rows_[n] = adds ? row : nullptr;
+  }
+  return any;
+}
+
 // ---- products with one page
 
 void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
@@ -275,14 +326,15 @@ void QueryBlock::multiply_tile(const TileView& view, float* out, std::int64_t ou
                            store_.recipe.x_bits == 16, x_scale_, out, out_stride});
 }
 
-void QueryBlock::score_exact(const ExactRows& exact) {
+void QueryBlock::score_exact(const ExactRows& exact, const std::uint8_t* tokens) {
+  const std::array<int, kMaxPage> places = exact_places(exact, tokens);
   const RowsLayout rows(store_.shape, exact.capacity);
   std::fill_n(exact_, vectors_ * score_stride_, 0.0F);
   multiply_open(exact.rows.get() + rows.key_at(head_, 0, 0), exact.capacity, exact.capacity, store_.shape.key_dim,
                 queries_, query_stride_, exact_, score_stride_);
   for (int n = 0; n < vectors_; ++n) {
     for (std::size_t i = 0; i < exact.cells.size(); ++i) {
-      scores_[n * score_stride_ + exact.cells[i]] = exact_[n * score_stride_ + static_cast<std::ptrdiff_t>(i)];
+      scores_[n * score_stride_ + places[i]] = exact_[n * score_stride_ + static_cast<std::ptrdiff_t>(i)];
     }
   }
 }
@@ -294,22 +346,31 @@ void QueryBlock::score_page(const Page& page, int cells) {
                   queries_, query_stride_, scores_, score_stride_);
     return;
   }
-  const TileView view(store_.layout, store_.layout.key, page.sealed->block.get(), head_);
-  pack_tile(view, queries_, query_stride_);
-  for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, bias_[n]);
-  multiply_tile(view, scores_, score_stride_);
-  if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
+  const std::byte* block = page.sealed->block.get();
+  std::ptrdiff_t first = 0;
+  for (const TileLayout* tile : {&store_.layout.key, &store_.layout.key_rest}) {
+    if (tile->rows == 0) continue;
+    const TileView view(store_.layout, *tile, block, head_);
+    pack_tile(view, queries_, query_stride_);
+    // The product also adds zeros to the padding of its rows: to places that the next tile fills, or behind the page.
+    for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_ + first, tile->rows, bias_[n]);
+    multiply_tile(view, scores_ + first, score_stride_);
+    first += tile->rows;
+  }
+  const ExactRows& exact = page.sealed->exact;
+  if (!exact.cells.empty()) score_exact(exact, token_order(store_.layout, block, head_));
 }
 
 // Moves the weights of exact cells out of the page's weights and mixes their values.
-void QueryBlock::mix_exact(const ExactRows& exact) {
+void QueryBlock::mix_exact(const ExactRows& exact, const std::uint8_t* tokens) {
+  const std::array<int, kMaxPage> places = exact_places(exact, tokens);
   for (int n = 0; n < vectors_; ++n) {
     float* weights = scores_ + n * score_stride_;
     float* own = exact_ + n * score_stride_;
     std::fill_n(own, exact.capacity, 0.0F);
     for (std::size_t i = 0; i < exact.cells.size(); ++i) {
-      own[i] = weights[exact.cells[i]];
-      weights[exact.cells[i]] = 0;
+      own[i] = weights[places[i]];
+      weights[places[i]] = 0;
     }
   }
   const RowsLayout rows(store_.shape, exact.capacity);
@@ -340,13 +401,29 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   if (!exact.cells.empty()) {
     std::fill_n(bias_, vectors_, 0.0F);
     rescale(plain_, rotated_);
-    mix_exact(exact);
+    mix_exact(exact, token_order(store_.layout, page.sealed->block.get(), head_));
   }
   const TileView view(store_.layout, store_.layout.value, page.sealed->block.get(), head_);
   pack_tile(view, scores_, score_stride_);
+  if (view.tile->channel_factors) return mix_factored(view);
   Mixed& sum = rotated_.values != nullptr ? rotated_ : plain_;
   rescale(sum, &sum == &plain_ ? rotated_ : plain_);
   multiply_tile(view, sum.values, output_stride_);
+}
+
+// Factors are the page's own: its sum is made apart from that of the pages before.
+void QueryBlock::mix_factored(const TileView& view) {
+  const int channels = view.tile->rows;
+  kernels_.widen(view.head_block + view.tile->factor_offset, store_.shape.dtype, factors_, channels);
+  for (int n = 0; n < vectors_; ++n) std::fill_n(page_sum_ + n * output_stride_, output_stride_, bias_[n]);
+  multiply_tile(view, page_sum_, output_stride_);
+  std::fill_n(bias_, vectors_, 0.0F);
+  rescale(plain_, rotated_);
+  for (int n = 0; n < vectors_; ++n) {
+    const float* from = page_sum_ + n * output_stride_;
+    float* to = plain_.values + n * output_stride_;
+    for (int d = 0; d < channels; ++d) to[d] += from[d] * factors_[d];
+  }
 }
 
 void QueryBlock::finish() {
@@ -375,22 +452,40 @@ void QueryBlock::fetch_page(std::int64_t number) const {
   fetch(page.sealed->block.get() + heads_bytes, store_.layout.page_bytes - heads_bytes);  // grids of all heads
 }
 
+int QueryBlock::read_cells(const Page& page) const {
+  if (!page.open) return store_.tokens();
+  const CellSet written = page.written();
+  int cells = store_.tokens();
+  while (cells > 0 && !written[static_cast<std::size_t>(cells - 1)]) --cells;
+  return base::round_up(cells, tiles::kLanes);
+}
+
 void QueryBlock::add_page(std::int64_t number) {
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
   if (page.is_empty()) return;
-  // An open page is read up to its last written cell, in whole row tiles; a sealed one always as a whole.
-  int cells = store_.tokens();
-  if (page.open) {
-    const CellSet written = page.written();
-    while (cells > 0 && !written[static_cast<std::size_t>(cells - 1)]) --cells;
-    cells = base::round_up(cells, tiles::kLanes);
-  }
+  const int cells = read_cells(page);
   if (cells == 0 || !load_mask(number, cells)) return;
+  if (page.sealed && store_.layout.salient > 0) {
+    order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
+  }
   fetch_page(number + 1);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
   mix_page(page, cells);
+}
+
+void QueryBlock::add_scores(std::int64_t number, const std::int64_t* clocks) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  if (page.is_empty()) return;
+  const int cells = read_cells(page);
+  if (cells == 0 || !load_clocks(page, cells, clocks)) return;
+  if (page.sealed && store_.layout.salient > 0) {
+    order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
+  }
+  score_page(page, cells);
+  kernels_.softmax(
+      {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
 }
 
 }  // namespace kvant::cache

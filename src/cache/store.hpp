@@ -2,9 +2,11 @@
 #pragma once
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "cache/page.hpp"
+#include "cache/probes.hpp"
 #include "kvant/page_store.hpp"
 
 namespace kvant {
@@ -40,6 +42,7 @@ struct PageStore::Impl {
   // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses them.
   std::vector<double> query_sums;
   bool queries_seen = false;
+  std::optional<cache::Probes> probes;  // only where the recipe tells salient tokens by attention
 
   Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p);
   Impl(const Impl& other);
@@ -63,6 +66,8 @@ struct PageStore::Impl {
   void release(std::int64_t page);     // back to unwritten
   void drop_open(cache::Page& page);   // returns its buffer to the pool
   void seal(std::span<const std::int64_t> ready, int threads);
+  // Salient tokens of pages that are about to be encoded, into their blocks. True for pages without any probe.
+  bool order_tokens(std::int64_t page, const cache::CellSet& skip, int threads, std::byte* block) const;
 
   // ---- src/cache/store_queries.cpp
   // The sums that each of the pages, in this order, is encoded with; empty where no query was seen.
@@ -70,6 +75,10 @@ struct PageStore::Impl {
   // The page's own sums become part of the store's.
   void settle_queries(cache::Page& page);
   void take_queries(const Impl& from);
+  // Keeps those queries that may become probes, and drops probes that no open page can need any more.
+  void keep_probes(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores);
+  void drop_probes();
+  void take_probes(const Impl& from);
 };
 
 }  // namespace kvant

@@ -33,12 +33,16 @@ TilePlanes place_planes(const std::array<int, 6>& counts, int rows, std::size_t 
 // Bytes that no counts whose widths sum to at most `budget` exceed.
 std::size_t most_plane_bytes(int budget, int rows);
 
+// The token in each place of a page's tiles; null where tokens lie in cell order.
+const std::uint8_t* token_order(const PageLayout& layout, const std::byte* block, int head);
+
 // One page's tile of one head.
 struct TileView {
   const TileLayout* tile = nullptr;
   const std::byte* head_block = nullptr;
   const std::byte* grid = nullptr;  // what min_offset and max_offset count from
   TilePlanes planes;
+  const std::uint8_t* tokens = nullptr;  // token_order()
 
   TileView(const PageLayout& layout, const TileLayout& tile, const std::byte* block, int head);
 
