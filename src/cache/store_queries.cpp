@@ -183,19 +183,21 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
                  "cell " + std::to_string(cell) + " outside 0.." + std::to_string(impl.cells - 1));
     }
   }
-  if (impl.probes && queries.extent[0] > 0) {
-    const int heads = impl.probes->size() > 0 ? impl.probes->query_heads() : static_cast<int>(queries.extent[1]);
-    if (heads != queries.extent[1]) {
-      base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(queries.extent[1]) +
-                                                  "; those of earlier queries are " + std::to_string(heads));
-    }
-    impl.keep_probes(cells, queries, scores);
+  if (impl.probes && queries.extent[0] > 0 && impl.probes->size() > 0 &&
+      impl.probes->query_heads() != queries.extent[1]) {
+    base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(queries.extent[1]) +
+                                                "; those of earlier queries are " +
+                                                std::to_string(impl.probes->query_heads()));
   }
-  if (impl.query_sums.empty()) return;
-  for (const std::int64_t cell : cells) {  // all memory is there before the first change
+  // All memory is there before the first change.
+  for (const std::int64_t cell : cells) {
     Page& page = impl.pages[static_cast<std::size_t>(cell / impl.tokens())];
-    if (page.open && !page.queries) page.queries = std::make_unique<double[]>(impl.query_sums.size());
+    if (page.open && !page.queries && !impl.query_sums.empty()) {
+      page.queries = std::make_unique<double[]>(impl.query_sums.size());
+    }
   }
+  if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
+  if (impl.query_sums.empty()) return;
   const std::int64_t group = queries.extent[1] / impl.shape.kv_heads;
   for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
     double* sums = impl.query_sums.data();

@@ -21,7 +21,10 @@ const char* const kRecipes[] = {"f16",
                                 "kitty:boost=0.25,window=0,sink=32,page=32",
                                 "kitty:boost=0.25,window=128,page=32",
                                 "waterfill:k=2.5,v=2,window=0,sink=4,page=32",
-                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64"};
+                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64",
+                                "zipcache:window=0,sink=4,page=32",
+                                "zipcache:salient=0.3,high=5,low=1,window=40,page=64",
+                                "k=kitty,v=zipcache,saliency=norm,window=40,page=32"};
 const CacheShape kShape{2, 20, 12, DType::f16};
 
 Cache in_chunks(const std::string& recipe, const Rows& rows, const std::function<std::int64_t()>& next) {
@@ -65,6 +68,8 @@ TEST_P(Invariance, OneCallChunksOrOneByOne) {
 TEST_P(Invariance, TrimsInsideTheWindowLeaveNoTrace) {
   const std::int64_t window = parse_recipe(GetParam()).window;
   if (window == 0) return;  // any trim would be too deep
+  // Salient tokens are told by the queries of the window, which rejected drafts that seal a page early have taken part in.
+  if (testing::filled(GetParam(), make_rows(kShape, 1)).store().impl().probes) return;
   const Rows rows = make_rows(kShape, 500, 3);
   Rows drafts = make_rows(kShape, 500, 4);
   drafts.queries.clear();  // statistics forget nothing, drafts included
