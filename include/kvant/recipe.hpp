@@ -53,7 +53,7 @@ struct ZipcacheKeys {
   static constexpr std::string_view method = "zipcache";
   double salient = 0.6;  // share of the tokens of a page with `high` bits, above 0 and below 1
   Saliency saliency = Saliency::attention;
-  int high = 4;  // low + 1..8
+  int high = 4;  // low + 1..4 more
   int low = 2;   // bits of the other tokens, 1..4
   bool operator==(const ZipcacheKeys&) const = default;
 };
@@ -83,7 +83,7 @@ struct ZipcacheValues {
   static constexpr std::string_view method = "zipcache";
   double salient = 0.6;
   Saliency saliency = Saliency::attention;
-  int high = 4;  // low + 1..8
+  int high = 4;  // low + 1..4 more
   int low = 2;   // 1..4
   bool operator==(const ZipcacheValues&) const = default;
 };

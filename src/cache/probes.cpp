@@ -49,10 +49,6 @@ void Probes::add(std::int64_t clock) {
   std::fill_n(lse(size() - 1).begin(), heads_, kUnknown);
 }
 
-void Probes::shift_clocks(std::int64_t by) {
-  for (std::int64_t& clock : clocks_) clock += by;
-}
-
 void Probes::move(std::size_t from, std::size_t to) {
   if (from == to) return;
   clocks_[to] = clocks_[from];

@@ -62,7 +62,6 @@ class Probes {
     resize(kept);
   }
   void clear() { resize(0); }
-  void shift_clocks(std::int64_t by);
 
   std::size_t bytes() const {
     return clocks_.capacity() * sizeof(std::int64_t) + (vectors_.capacity() + lse_.capacity()) * sizeof(float);

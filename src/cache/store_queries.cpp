@@ -158,11 +158,17 @@ void PageStore::Impl::keep_probes(std::span<const std::int64_t> cells, const Con
   probes->keep_if(filter);
 }
 
-// Clocks are counts of the other store's rows; the rows copied last are taken for those written last.
+// This store's clock goes on where the other one's is, so that probes keep theirs: the rows copied last are taken for those
+// written last.
 void PageStore::Impl::take_probes(const Impl& from) {
   if (!probes || probes->size() > 0 || from.probes->size() == 0) return;
   probes = from.probes;
-  probes->shift_clocks(rows_written - from.rows_written);
+  const std::int64_t by = from.rows_written - rows_written;
+  rows_written += by;
+  for (Page& page : pages) {
+    page.last_write += by;
+    for (int cell = 0; page.clocks && cell < tokens(); ++cell) page.clocks[static_cast<std::size_t>(cell)] += by;
+  }
   drop_probes();
 }
 

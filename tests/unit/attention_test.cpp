@@ -17,7 +17,7 @@ const char* const kRecipes[] = {"f16", "kivi:k=2,v=2", "kivi:k=3,v=3,sink=4,wind
                                 "waterfill:k=3,v=3,high=6,shared=1,window=32,page=64",
                                 "waterfill:k=4,low=2,high=6,v=4,rotate=0,window=0,page=32",
                                 "zipcache:window=0",
-                                "zipcache:salient=0.3,high=7,low=3,vhigh=8,vlow=1,sink=9,window=20,page=32",
+                                "zipcache:salient=0.3,high=7,low=3,vhigh=5,vlow=1,sink=9,window=20,page=32",
                                 "k=zipcache,v=waterfill:3,shared=1,salient=0.05,window=0",
                                 "k=waterfill:3,v=zipcache,sink=4,salient=0.9,window=0,page=64"};
 

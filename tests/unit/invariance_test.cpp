@@ -134,7 +134,7 @@ TEST_P(Invariance, SavedAndLoadedCachesGoOnAlike) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Invariance, ::testing::ValuesIn(kRecipes), [](const auto& info) {
-  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find(':'));
+  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find_first_of(":="));
 });
 
 // ---- random sequences over a batch of caches, each beside a plain list of its tokens
@@ -266,7 +266,7 @@ TEST_P(RandomCache, EqualsAPlainList) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, RandomCache, ::testing::ValuesIn(kRecipes), [](const auto& info) {
-  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find(':'));
+  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find_first_of(":="));
 });
 
 // Forks share buffers and sealed pages behind the scenes; each may live in a thread of its own.

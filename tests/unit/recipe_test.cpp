@@ -99,7 +99,7 @@ TEST(Recipe, BothSidesOfZipcacheShareTheirClasses) {
   expect_error(ErrorCode::invalid_argument, {"salient", "'0'", "above 0"}, [] { parse_recipe("zipcache:salient=0"); });
   expect_error(ErrorCode::invalid_argument, {"salient", "'1'"}, [] { parse_recipe("k=kivi,v=zipcache,salient=1"); });
   expect_error(ErrorCode::invalid_argument, {"saliency", "'random'", "norm"}, [] { parse_recipe("zipcache:saliency=random"); });
-  expect_error(ErrorCode::invalid_argument, {"high", "'2'", "3 to 8"}, [] { parse_recipe("zipcache:high=2"); });
+  expect_error(ErrorCode::invalid_argument, {"high", "'2'", "3 to 6"}, [] { parse_recipe("zipcache:high=2"); });
   expect_error(ErrorCode::invalid_argument, {"vlow", "'5'"}, [] { parse_recipe("zipcache:vlow=5"); });
 }
 

@@ -122,7 +122,9 @@ TEST(Zipcache, LogSumExpsOfTheHostAreTakenAsTheyAre) {
       const double logit = dot(rows.queries.data() + (159 * kGroup + g) * 32, rows.keys.data() + t * 32, 32) / std::sqrt(32);
       sum += std::exp(logit - lse[static_cast<std::size_t>(159 * kGroup + g)]);
     }
-    scores.push_back(sum);
+    int seeing = 0;
+    for (int position = t; position < 160; ++position) seeing += is_probe(position, 160, 160) ? 1 : 0;
+    scores.push_back(sum / seeing);
   }
   const PageStore told = sealed(lse.data());
   expect_largest(testing::salient_tokens(told, 0, 0), scores, told.layout().salient);
@@ -148,8 +150,8 @@ TEST(Zipcache, UniformAttentionDoesNotFavourEarlyTokens) {
   }
   ASSERT_GT(early, late);  // the bias that raw sums would have
   for (const double score : scores) {
-    EXPECT_GT(score, 1.0 / (64 * 15 + 32));
-    EXPECT_LT(score, 1.0 / (64 * 14));
+    EXPECT_GT(score, kGroup / (64.0 * 15 + 32));
+    EXPECT_LT(score, kGroup / (64.0 * 14));
   }
   // Equal scores: the lower token first.
   std::vector<std::byte> block(cache.store().layout().page_bytes);
@@ -215,7 +217,7 @@ TEST(Zipcache, ValueChannelsOfUnlikeSizeKeepTheirPrecision) {
     double sum = 0;
     for (std::size_t i = 0; i < stored.size(); ++i) {
       if (i % 64 != 7) sum += std::pow(static_cast<double>(stored[i]) - rows.values[i], 2);
-      if (i % 64 == 20) {
+      if (i % 64 == 20 && recipe[0] == 'z') {
         EXPECT_EQ(stored[i], 0);
       }
     }
@@ -239,7 +241,7 @@ TEST(Zipcache, ProbesAreFewAndFollowForksImagesTrimsAndCopies) {
 
   Cache fork = cache.fork();
   Cache loaded = Cache::load(cache.save());
-  for (Cache* one : {&cache, &fork, &loaded}) testing::append(*one, rows, 1500, 700);
+  for (Cache* one : {&cache, &fork, &loaded}) testing::append(*one, rows, 1500, 720);
   EXPECT_TRUE(fork.save() == cache.save());
   EXPECT_TRUE(loaded.save() == cache.save());
 
@@ -247,10 +249,9 @@ TEST(Zipcache, ProbesAreFewAndFollowForksImagesTrimsAndCopies) {
   const std::int64_t length = cache.length();
   const Rows other = quiet_rows(rows.shape, 20, 12);
   testing::append(fork, other, 0, 20);
-  if (fork.counts().seals == cache.counts().seals) {
-    fork.trim(20);
-    EXPECT_TRUE(fork.save() == cache.save());
-  }
+  ASSERT_EQ(fork.counts().seals, cache.counts().seals);
+  fork.trim(20);
+  EXPECT_TRUE(fork.save() == cache.save());
   for (std::size_t i = 0; i < fork.store().impl().probes->size(); ++i) {
     EXPECT_LE(fork.store().impl().probes->clock(i), length);
   }
@@ -260,7 +261,7 @@ TEST(Zipcache, ProbesAreFewAndFollowForksImagesTrimsAndCopies) {
   EXPECT_GT(copy.impl().probes->size(), 0U);
   cache.clear();
   EXPECT_EQ(cache.store().impl().probes->size(), 0U);
-  testing::append(cache, rows, 0, 2200);
+  testing::append(cache, rows, 0, 2220);
   EXPECT_TRUE(cache.save() == loaded.save());
 }
 

@@ -5,8 +5,11 @@
 namespace kvant::catalog {
 namespace {
 
-constexpr int kMostLow = 4;  // with it, any high - low needs no more planes than a tile may have
-constexpr int kMostHigh = 8;
+constexpr int kMostLow = 4;
+// Wider gaps cost precision: the weights of both classes are rounded together to 16 bits, after multiplication by steps
+// that differ by 2^gap.
+constexpr int kMostGap = 4;
+constexpr int kMostHigh = kMostLow + kMostGap;
 
 // Keys and values have the same options; only the widths of the values have names of their own, because `low` and `high`
 // of other keys (waterfill) may stand beside them.
@@ -46,7 +49,7 @@ void check(const Options& options, const char* high, const char* low) {
     bad_value("salient", number_text(options.salient), "above 0 and below 1");
   }
   check_number(low, options.low, 1, kMostLow);
-  check_number(high, options.high, options.low + 1, kMostHigh);
+  check_number(high, options.high, options.low + 1, options.low + kMostGap);
 }
 
 template <typename Options>
