@@ -1,12 +1,13 @@
 # The one door. Every target installs what it needs first; the work is in tools/.
 PREFIX ?= /usr/local
 
-.PHONY: help demo test bench check install clean
+.PHONY: help demo test bench bench-llama check install clean
 
 help:
 	@echo "make demo                 a real model with its KV cache in 2 to 4 bits, and a table of what that costs"
 	@echo "make test                 every test (about 20 minutes the first time on 2 cores)"
 	@echo "make bench                speed of the kernels and of the host, by cache depth"
+	@echo "make bench-llama          stock llama-bench, cache types and recipes interleaved; ARGS=... goes to bench/llama_bench.py"
 	@echo "make check                format, layering, public headers, clang-tidy"
 	@echo "make install PREFIX=DIR   library, llama.cpp plug-in and command"
 	@echo "make clean                remove what was built here; build/venv and the models stay"
@@ -19,6 +20,9 @@ test:
 
 bench:
 	@tools/bench.sh
+
+bench-llama:
+	@tools/bench_llama.sh $(ARGS)
 
 check:
 	@tools/setup.sh packages

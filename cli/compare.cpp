@@ -72,7 +72,7 @@ void add_options(CLI::App& app, CompareOptions& options) {
   app.add_option("-f,--file", options.text, "Text to evaluate on")->required();
   app.add_option("--recipes,--recipe", options.recipes,
                  "Rows: recipes of kvant and stock:TYPE or stock:KEYS/VALUES, separated by ';', spaces or a comma\n"
-                 "that no key= follows. Default: stock types around every method's default");
+                 "that no key= follows. Default: presets and methods between stock types");
   app.add_option("-c,--ctx-size", options.context, "Tokens of a chunk of the text")
       ->check(CLI::Range(std::int64_t{8}, std::int64_t{1} << 24))
       ->capture_default_str();

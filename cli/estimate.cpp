@@ -82,13 +82,14 @@ void add_layers(const LayerShape& layer, std::int64_t layers, const Recipe& reci
                 std::int64_t tokens, std::int64_t ubatch, Estimate& estimate) {
   const CacheShape shape{layer.kv_heads, layer.key_dim, layer.value_dim, DType::f16};
   const PageLayout layout = make_layout(recipe, shape);
+  const std::size_t open_page = layout.open_bytes + layout.query_bytes;
   add_sealed(shape, recipe, layers, sealed_pages(recipe, tokens), estimate);
   const std::int64_t open = most_open_pages(recipe, layers, tokens, ubatch);
-  estimate.open += static_cast<std::uint64_t>(open) * layout.open_bytes;
+  estimate.open += static_cast<std::uint64_t>(open) * open_page;
   // Generated tokens come one by one: then every layer reaches window + page - 1 open tokens.
   const std::int64_t reachable = started_pages(recipe, std::min<std::int64_t>(tokens, recipe.window + recipe.page));
   const std::int64_t decoding = recipe.quantizes() ? layers * reachable : open;
-  estimate.decoding += static_cast<std::uint64_t>(std::max<std::int64_t>(0, decoding - open)) * layout.open_bytes;
+  estimate.decoding += static_cast<std::uint64_t>(std::max<std::int64_t>(0, decoding - open)) * open_page;
   estimate.tables += static_cast<std::uint64_t>(layers) * PageStore(recipe, shape, cells).bytes().tables;
   const std::uint64_t values = static_cast<std::uint64_t>(layers) * values_of(layer, tokens);
   estimate.values += values;

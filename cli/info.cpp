@@ -41,7 +41,11 @@ std::string joined(const std::vector<std::string>& words) {
 
 Json machine_json() {
   Json result = {{"version", version()},      {"cpu", cpu_name()},         {"processors", available_processors()},
-                 {"kernels", kernel_names()}, {"kernel", active_kernel()}, {"methods", Json::array()}};
+                 {"kernels", kernel_names()}, {"kernel", active_kernel()}, {"presets", Json::array()},
+                 {"methods", Json::array()}};
+  for (const PresetInfo& preset : presets()) {
+    result["presets"].push_back({{"name", preset.name}, {"summary", preset.summary}, {"recipe", preset.recipe}});
+  }
   for (const MethodInfo& method : methods()) {
     result["methods"].push_back({{"name", method.name},
                                  {"summary", method.summary},
@@ -55,6 +59,9 @@ void print_machine() {
   fmt::print("kvant      {}\n", version());
   fmt::print("CPU        {}, {} processors\n", cpu_name(), available_processors());
   fmt::print("kernels    {} (in use: {})\n\n", joined(kernel_names()), active_kernel());
+  for (const PresetInfo& preset : presets()) {
+    fmt::print("{}: {}\n  recipe   {}\n", preset.name, preset.summary, preset.recipe);
+  }
   for (const MethodInfo& method : methods()) {
     fmt::print("{}: {}\n  default  {}\n", method.name, method.summary, method.default_recipe);
     if (!method.keys.empty()) fmt::print("  keys     {}\n", joined(method.keys));
@@ -192,7 +199,7 @@ void add_info(CLI::App& app) {
   info->add_option("--ubatch", options->ubatch, "Micro-batch of the host; moves how many pages are open")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  info->add_option("--recipes,--recipe", options->recipes, "Recipes to compare (default: every method's)");
+  info->add_option("--recipes,--recipe", options->recipes, "Recipes to compare (default: presets and methods)");
   info->add_flag("--json", options->json, "Print JSON");
   info->callback([options] { execute(*options); });
 }

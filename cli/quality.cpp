@@ -68,6 +68,15 @@ std::uint64_t logits_bytes(const CompareContext& context) {
   return tokens * (context.model.vocabulary + 4) * 2;
 }
 
+// The host prints no statistics of fewer positions, and says nothing about it; it judges the second half of each chunk.
+void check_positions(const CompareOptions& options) {
+  constexpr std::int64_t kLeast = 100;
+  const std::int64_t positions = options.context / 2 * options.chunks;
+  if (positions >= kLeast) return;
+  throw CliError(Exit::usage, fmt::format("-c {} --chunks {} judge {} positions; llama-perplexity needs {} or more",
+                                          options.context, options.chunks, positions, kLeast));
+}
+
 void check_space(const CompareContext& context) {
   const std::uint64_t needed = logits_bytes(context);
   std::error_code error;
@@ -110,6 +119,7 @@ int quality_steps(const CompareOptions& options, std::size_t rows) {
 }
 
 QualityBase save_base(const CompareContext& context) {
+  check_positions(context.options);
   check_space(context);
   QualityBase base{find_tool("llama-perplexity", context.options.tools), (context.scratch / "base.logits").string()};
   const RowSpec stock = parse_row("stock:f16");

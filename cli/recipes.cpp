@@ -65,11 +65,20 @@ RowSpec parse_stock(const std::string& text) {
   return row;
 }
 
-std::vector<std::string> default_texts() {
-  std::vector<std::string> texts = {"stock:q8_0"};
+// The presets, then the methods that none of them stands for.
+std::vector<std::string> own_recipes() {
+  std::vector<std::string> texts;
+  for (const PresetInfo& preset : presets()) texts.push_back(preset.name);
   for (const MethodInfo& method : methods()) {
-    if (method.name != "f16") texts.push_back(method.name);
+    const auto is_its = [&](const PresetInfo& preset) { return preset.recipe.starts_with(method.name + ":"); };
+    if (method.name != "f16" && std::none_of(presets().begin(), presets().end(), is_its)) texts.push_back(method.name);
   }
+  return texts;
+}
+
+std::vector<std::string> default_texts() {
+  std::vector<std::string> texts = own_recipes();
+  texts.insert(texts.begin(), "stock:q8_0");
   texts.emplace_back("stock:q4_0");
   return texts;
 }
@@ -138,7 +147,8 @@ std::vector<LayerRecipes> parse_recipe_lists(const std::vector<std::string>& lis
     if (row.recipe) recipes.push_back(*std::move(row.recipe));
   }
   if (recipes.empty()) {
-    for (const MethodInfo& method : methods()) recipes.push_back(parse_layer_recipes(method.default_recipe));
+    recipes.push_back(parse_layer_recipes("f16"));
+    for (const std::string& text : own_recipes()) recipes.push_back(parse_layer_recipes(text));
   }
   return recipes;
 }

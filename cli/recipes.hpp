@@ -27,11 +27,11 @@ std::vector<std::string> split_recipes(std::string_view list);
 // Throws CliError(usage) with the parser's message.
 RowSpec parse_row(const std::string& text);
 
-// The rows of all lists, "stock:f16" first, duplicates dropped. With no list: every method's default recipe between
-// stock q8_0 and q4_0.
+// The rows of all lists, "stock:f16" first, duplicates dropped. With no list: the presets and the other
+// methods between stock q8_0 and q4_0.
 std::vector<RowSpec> parse_rows(const std::vector<std::string>& lists);
 
-// The recipes of all lists without stock rows; with no list: every method's default.
+// The recipes of all lists without stock rows; with no list: f16, the presets and the other methods.
 std::vector<LayerRecipes> parse_recipe_lists(const std::vector<std::string>& lists);
 
 // Bits per value of a stock cache type, scales included; 0 for an unknown name.

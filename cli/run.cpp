@@ -23,7 +23,7 @@ struct RunOptions {
 std::string recipe_text(const RunOptions& options) {
   const char* inherited = std::getenv("KVANT_RECIPE");
   std::string text = options.recipe;
-  if (text.empty()) text = inherited == nullptr || *inherited == '\0' ? "kivi" : inherited;
+  if (text.empty()) text = inherited == nullptr || *inherited == '\0' ? std::string(kDefaultRecipe) : inherited;
   const RowSpec row = parse_row(text);
   if (row.stock()) throw CliError(Exit::usage, fmt::format("'{}' needs no kvant: run the program itself", text));
   return to_text(*row.recipe);
@@ -49,7 +49,8 @@ void add_run(CLI::App& app, const std::vector<std::string>& program) {
   auto options = std::make_shared<RunOptions>();
   CLI::App* run = app.add_subcommand("run", "Run a program of llama.cpp with its KV cache held by kvant");
   run->footer("kvant run [OPTIONS] -- PROGRAM [ARGUMENTS...]\nEverything behind -- is the program's.");
-  run->add_option("-r,--recipe", options->recipe, "Recipe of the cache (default: KVANT_RECIPE, else kivi)");
+  run->add_option("-r,--recipe", options->recipe,
+                  "Recipe of the cache (default: KVANT_RECIPE, else " + std::string(kDefaultRecipe) + ")");
   run->add_option("--status", options->status, "Where the plug-in writes its status: a path, or stderr");
   run->add_option("--plugin", options->plugin, "The plug-in (default: KVANT_PLUGIN, else beside this program)");
   run->add_option("--tools", options->tools, "Folder of the programs (default: KVANT_LLAMA_DIR, then PATH)");

@@ -19,6 +19,7 @@ struct TuneOptions : CompareOptions {
   double bits = 0;
   std::string ladder;
   std::string output;
+  int group = 1;  // neighbouring layers that are measured together
 };
 
 double values_of(const LayerShape& layer) {
@@ -39,16 +40,19 @@ RowSpec row_of(const LayerRecipes& recipes) {
 
 class Tuner {
  public:
-  Tuner(const CompareContext& context, const QualityBase& base, std::vector<Recipe> ladder)
-      : context_(context), base_(base), ladder_(std::move(ladder)) {}
+  Tuner(const CompareContext& context, const QualityBase& base, std::vector<Recipe> ladder, int group)
+      : context_(context), base_(base), ladder_(std::move(ladder)), group_(group) {}
 
-  // Layers alone on the lowest rung, all layers together on every rung, and the control that shows the floor.
+  // Groups of layers on the lowest rung, all layers together on every rung, and the control that shows the floor.
   Sensitivity measure() const {
     Sensitivity s;
     const Recipe control = parse_recipe("f16");
     s.floor = kld(LayerRecipes{{{0, kAllLayers, control}}});
-    for (int layer = 0; layer < layers(); ++layer) {
-      s.layer.push_back(kld(LayerRecipes{{{layer, layer, ladder_[0]}, {0, kAllLayers, control}}}));
+    for (int first = 0; first < layers(); first += group_) {
+      const int last = std::min(first + group_, layers()) - 1;
+      const double together = kld(LayerRecipes{{{first, last, ladder_[0]}, {0, kAllLayers, control}}});
+      const int count = last - first + 1;
+      s.layer.insert(s.layer.end(), static_cast<std::size_t>(count), s.floor + (together - s.floor) / count);
     }
     for (const Recipe& rung : ladder_) s.rung.push_back(kld(LayerRecipes{{{0, kAllLayers, rung}}}));
     return s;
@@ -81,6 +85,7 @@ class Tuner {
   const CompareContext& context_;
   const QualityBase& base_;
   std::vector<Recipe> ladder_;
+  int group_;
 };
 
 std::vector<Recipe> read_ladder(const TuneOptions& options) {
@@ -115,10 +120,12 @@ void execute(TuneOptions options) {
   const std::vector<int> uniform = best_uniform(costs, options.bits);
   if (options.threads == 0) options.threads = available_processors();
   const TemporaryDir scratch;
-  Progress progress(static_cast<int>(4 + model.layers.size() + ladder.size()));
+  const int layers = static_cast<int>(model.layers.size());
+  // The base, the control, groups, rungs, and the two candidates.
+  Progress progress(4 + (layers + options.group - 1) / options.group + static_cast<int>(ladder.size()));
   const CompareContext context{options, model, find_plugin(options.plugin), scratch.path(), progress};
   const QualityBase base = save_base(context);
-  const Tuner tuner(context, base, ladder);
+  const Tuner tuner(context, base, ladder, options.group);
   const Sensitivity sensitivity = tuner.measure();
   const std::vector<int> mixed = allocate(costs, sensitivity, options.bits);
   std::vector<TunedRow> rows;
@@ -142,6 +149,9 @@ void add_options(CLI::App& app, TuneOptions& options) {
       ->check(CLI::Range(1.0, 16.0));
   app.add_option("-o,--output", options.output, "File that the recipe is written to, beside standard output");
   app.add_option("--ladder", options.ladder, "Recipes that layers may get, in any order")->capture_default_str();
+  app.add_option("--group", options.group, "Neighbouring layers to measure together; more is quicker and coarser")
+      ->check(CLI::Range(1, 10000))
+      ->capture_default_str();
   app.add_option("-c,--ctx-size", options.context, "Tokens of a chunk of the text")
       ->check(CLI::Range(std::int64_t{8}, std::int64_t{1} << 24))
       ->capture_default_str();

@@ -3,8 +3,8 @@
 # `kvant compare`. Everything is set up first; the second time that takes a few seconds.
 source "$(dirname "$0")/common.sh"
 
-RECIPE=${RECIPE:-kivi:k=4,v=4}
-ROWS=${ROWS:-"f16; kivi:k=4,v=4; kitty; stock:q4_0"}
+RECIPE=${RECIPE:-balanced}
+ROWS=${ROWS:-"f16; balanced; small; stock:q4_0"}
 
 "$ROOT/tools/setup.sh" packages host models text
 "$ROOT/tools/build.sh" release -DKVANT_BUILD_TESTS=OFF

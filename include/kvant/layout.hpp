@@ -41,8 +41,8 @@ struct TileLayout {
   std::size_t counts_offset = 0;
   int low = 0;  // widths of a page, low..high
   int high = 0;
-  int budget = 0;    // sum of the widths of all fours
-  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  int budget = 0;              // sum of the widths of all fours
+  int rotation = 1;            // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
   // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
   bool channel_factors = false;
   std::size_t factor_offset = 0;
@@ -62,6 +62,7 @@ struct PageLayout {
   std::size_t head_bytes = 0;
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16
+  std::size_t query_bytes = 0;  // statistics beside an open page once queries were observed, 0 if the recipe needs none
   std::size_t exact_bytes_per_16 = 0;  // unquantized rows beside a sealed page (sinks), per started 16 tokens
 
   // Bits per value of a sealed page, everything inside it counted.

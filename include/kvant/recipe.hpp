@@ -144,4 +144,17 @@ struct MethodInfo {
 // Every method of this build, in the order of documentation.
 const std::vector<MethodInfo>& methods();
 
+// A name that stands for a recipe wherever a method's name may: "small", "small:sink=0".
+struct PresetInfo {
+  std::string name;
+  std::string summary;
+  std::string recipe;  // its canonical text
+};
+
+// From small to precise.
+const std::vector<PresetInfo>& presets();
+
+// What `kvant run` and the plug-in use when nobody says otherwise: the name of a preset.
+inline constexpr std::string_view kDefaultRecipe = "balanced";
+
 }  // namespace kvant

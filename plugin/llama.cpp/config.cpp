@@ -38,7 +38,7 @@ LayerRecipes parse_recipe_variable(const std::string& text) {
 const Config& load_config() {
   if (loaded) return *loaded;
   auto read = std::make_unique<Config>();
-  read->recipes = parse_recipe_variable(environment("KVANT_RECIPE", "kivi"));
+  read->recipes = parse_recipe_variable(environment("KVANT_RECIPE", kDefaultRecipe.data()));
   read->recipe_text = to_text(read->recipes);
   read->status = environment("KVANT_STATUS", "");
   read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));

@@ -4,6 +4,7 @@
 
 #include "engine.hpp"
 #include "host.hpp"
+#include "kvant/error.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {
@@ -83,8 +84,8 @@ std::vector<std::int64_t> Engine::positions_for(const CacheRef& target, const ab
   return last_keys_.positions;
 }
 
-// The queries of one stream belong to the keys that the graph has just written to it, in the same order, when they are as
-// many and lie in that stream; otherwise (rows of several streams in one, another graph) they count for no page.
+// The queries of one stream belong to the keys that the graph has just written to it, in the same order, when they are
+// as many and lie in that stream; otherwise (rows of several streams in one, another graph) they count for no page.
 void Engine::observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first) {
   const std::int64_t count = queries.extent[0];
   const std::int64_t base = stream * layer.tensor(Side::key).cells;

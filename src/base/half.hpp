@@ -57,8 +57,8 @@ inline float max_finite(DType type) {
   return type == DType::bf16 ? kMaxBfloat : std::numeric_limits<float>::max();
 }
 
-// Largest magnitude that a cache of this type stores. binary32 and bfloat16 stop at half their range: max - min of a grid
-// must stay finite.
+// Largest magnitude that a cache of this type stores. binary32 and bfloat16 stop at half their range: max - min of a
+// grid must stay finite.
 inline float largest_stored(DType type) {
   return type == DType::f16 ? kMaxHalf : max_finite(type) / 2;
 }

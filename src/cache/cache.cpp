@@ -39,8 +39,8 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
   const bool observed = queries.data != nullptr;
   if (observed) impl.check_queries(queries);
   if (observed && queries.extent[0] != count) {
-    base::fail(ErrorCode::invalid_argument, "queries have " + std::to_string(queries.extent[0]) + " rows for " +
-                                                std::to_string(count) + " tokens");
+    base::fail(ErrorCode::invalid_argument,
+               "queries have " + std::to_string(queries.extent[0]) + " rows for " + std::to_string(count) + " tokens");
   }
   const std::int64_t page = impl.tokens();
   impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));

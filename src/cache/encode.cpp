@@ -100,16 +100,15 @@ void choose_order(const KeyRecipe& recipe, const TileLayout& tile, const KeyRows
   }
   std::vector<std::uint16_t> order(depth);
   std::iota(order.begin(), order.end(), std::uint16_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::uint16_t a, std::uint16_t b) {
-    return width_class(widths[a]) < width_class(widths[b]);
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::uint16_t a, std::uint16_t b) { return width_class(widths[a]) < width_class(widths[b]); });
   std::byte* stored = head_block + tile.order_offset;
   if (tile.order_entry == sizeof(std::uint16_t)) std::memcpy(stored, order.data(), depth * sizeof(std::uint16_t));
   for (std::size_t i = 0; tile.order_entry == 1 && i < depth; ++i) stored[i] = static_cast<std::byte>(order[i]);
 }
 
-// Divided by the block: then no rotated value is larger than the largest of its block, which the cache's type holds, and
-// the transform back needs no factor.
+// Divided by the block: then no rotated value is larger than the largest of its block, which the cache's type holds,
+// and the transform back needs no factor.
 void rotate_values(float* row, const TileLayout& tile) {
   kernels().hadamard(row, tile.rows, tile.rotation);
   const float factor = 1.0F / static_cast<float>(tile.rotation);  // a power of two

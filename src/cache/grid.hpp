@@ -1,4 +1,5 @@
-// The uniform grid of one row (a key channel of a page, or a value token): endpoints as the cache stores them, and codes.
+// The uniform grid of one row (a key channel of a page, or a value token): endpoints as the cache stores them, and
+// codes.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +14,10 @@ struct Endpoints {
   float max = 0;
 };
 
-// Codes rows on the grid from their smallest to their largest value or, with least squares, on a better one: the straight
-// line that fits the values to those codes best (in double), rounded to the cache's type, and the row is coded again on
-// the grid as stored (the shrinkage of WaterSIC, arXiv 2603.04956, but before the last rounding; afterwards it would
-// flatten the softmax). Of the two grids the one with the smaller squared error is kept.
+// Codes rows on the grid from their smallest to their largest value or, with least squares, on a better one: the
+// straight line that fits the values to those codes best (in double), rounded to the cache's type, and the row is coded
+// again on the grid as stored (the shrinkage of WaterSIC, arXiv 2603.04956, but before the last rounding; afterwards it
+// would flatten the softmax). Of the two grids the one with the smaller squared error is kept.
 class RowCoder {
  public:
   RowCoder(DType dtype, bool least_squares, int longest);

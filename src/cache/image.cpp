@@ -114,14 +114,36 @@ void check_finite(const std::byte* data, std::size_t count, DType dtype) {
   }
 }
 
+// The same per cell of an open page, as bfloat16.
+void save_query(const PageStore::Impl& impl, const Page& page, std::size_t token, Writer& out) {
+  out.put(static_cast<std::uint8_t>(page.observed[token]));
+  if (!page.observed[token]) return;
+  const std::uint16_t* cell = page.queries.get() + token * impl.query_sums.size();
+  out.put_bytes(reinterpret_cast<const std::byte*>(cell), impl.query_sums.size() * sizeof *cell);
+}
+
+void load_query(PageStore::Impl& impl, Page& page, std::size_t token, Reader& in) {
+  if (in.get<std::uint8_t>() == 0) return;
+  const std::size_t count = impl.query_sums.size();
+  const std::byte* data = in.take(count * sizeof(std::uint16_t));
+  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
+  std::uint16_t* cell = impl.query_cell(page, token);
+  std::memcpy(cell, data, count * sizeof *cell);
+  constexpr std::uint16_t kInfinity = 0x7F80;
+  if (std::any_of(cell, cell + count, [](std::uint16_t bits) { return bits >= kInfinity; })) {
+    bad("a query statistic is not a sum of squares");
+  }
+  page.observed.set(token);
+}
+
 void save_page(const PageStore::Impl& impl, std::int64_t number, int length, Writer& out) {
   const Page& page = impl.pages[static_cast<std::size_t>(number)];
   out.put(page.open ? PageKind::open : (page.sealed ? PageKind::sealed : PageKind::empty));
   std::vector<std::byte> token(token_bytes(impl.shape));
   if (page.open) {
-    if (!impl.query_sums.empty()) save_sums(page.queries.get(), impl.query_sums.size(), out);
     for (int i = 0; i < length; ++i) {
       out.put(static_cast<std::uint8_t>(page.exact[static_cast<std::size_t>(i)]));
+      if (!impl.query_sums.empty()) save_query(impl, page, static_cast<std::size_t>(i), out);
       move_token<false>(impl.shape, impl.rows, page.open.get(), i, token.data());
       out.put_bytes(token.data(), token.size());
     }
@@ -174,13 +196,10 @@ void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& i
   if (in.left() / (1 + token_bytes(impl.shape)) < static_cast<std::size_t>(length)) bad("ends early");
   std::byte* rows = impl.open(number);
   Page& page = impl.pages[static_cast<std::size_t>(number)];
-  if (!impl.query_sums.empty()) {
-    auto queries = std::make_unique<double[]>(impl.query_sums.size());
-    if (load_sums(in, queries.get(), impl.query_sums.size())) page.queries = std::move(queries);
-  }
   std::vector<std::byte> token(token_bytes(impl.shape));
   for (int i = 0; i < length; ++i) {
     page.exact.set(static_cast<std::size_t>(i), in.get<std::uint8_t>() != 0);
+    if (!impl.query_sums.empty()) load_query(impl, page, static_cast<std::size_t>(i), in);
     std::memcpy(token.data(), in.take(token.size()), token.size());
     check_finite(token.data(), token.size() / impl.rows.element, impl.shape.dtype);
     move_token<true>(impl.shape, impl.rows, rows, i, token.data());

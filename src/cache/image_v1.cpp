@@ -11,7 +11,8 @@ namespace {
 
 using tiles::kernels;
 
-// Version 1, one head: low bits of all channels, high bits of the listed ones, minima, maxima, list, then the value tile.
+// Version 1, one head: low bits of all channels, high bits of the listed ones, minima, maxima, list, then the value
+// tile.
 struct HeadV1 {
   std::size_t low, high, min, max, list, values, bytes;
 
@@ -73,7 +74,8 @@ bool convert_v1(const PageLayout& layout, const CacheShape& shape, const std::by
     }
     kernels().pack_plane(codes.data(), stride, nullptr, 2, 0, key.rows, key.depth, block + key.planes[0].offset);
     std::memcpy(block + key.planes[1].offset, old_block + old.high, key.planes[1].bytes);
-    std::memcpy(block + layout.value.plane_offset, old_block + old.values, layout.head_bytes - layout.value.plane_offset);
+    std::memcpy(block + layout.value.plane_offset, old_block + old.values,
+                layout.head_bytes - layout.value.plane_offset);
   }
   return true;
 }

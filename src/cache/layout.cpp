@@ -40,8 +40,8 @@ std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset
   tile.high = spec.high;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
-  offset = spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows)
-                           : add_fixed_planes(spec, offset, tile);
+  offset =
+      spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows) : add_fixed_planes(spec, offset, tile);
   tile.plane_bytes = offset - tile.plane_offset;
   const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(dtype);
   std::size_t& grid = spec.shared_grid ? shared : offset;
@@ -80,6 +80,10 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   check_extent("value_dim", shape.value_dim, 1024);
   PageLayout layout;
   layout.open_bytes = cache::RowsLayout(shape, recipe.page).bytes;
+  if (catalog::uses_queries(recipe)) {
+    layout.query_bytes = static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(shape.kv_heads) *
+                         static_cast<std::size_t>(shape.key_dim) * sizeof(std::uint16_t);
+  }
   layout.exact_bytes_per_16 = cache::RowsLayout(shape, 16).bytes;
   if (!recipe.quantizes()) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));
@@ -87,12 +91,11 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   }
   std::size_t shared = 0;  // from the end of the heads' blocks
   const std::size_t key_end = place_keys(catalog::key_tile(recipe, shape.key_dim), shape.dtype, shared, layout);
-  layout.head_bytes =
-      place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
+  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
   layout.salient = catalog::salient_tokens(recipe);
   if (layout.salient > 0) {
     layout.tokens_offset = layout.head_bytes;
-    layout.head_bytes += base::round_up(static_cast<std::size_t>(recipe.page), static_cast<std::size_t>(tiles::kGroupBytes));
+    layout.head_bytes += base::round_up(static_cast<std::size_t>(recipe.page), std::size_t{tiles::kGroupBytes});
   }
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {

@@ -37,11 +37,14 @@ struct Page {
   std::int64_t last_write = 0;  // the store's row count when a row of this page was last written
   // Recipes with probes, open pages: the store's row count when each cell's key was written, 0 before it was last opened.
   std::unique_ptr<std::int64_t[]> clocks;
-  // Sums of squares of the queries of this page's cells, per KV head and channel, until the page is sealed; null: none.
-  std::unique_ptr<double[]> queries;
+  // Until the page is sealed: the squares of the queries of each observed cell, summed over the heads of a group, as
+  // bfloat16 [page][kv_heads][key_dim]; null: none. Kept per cell, so that a cell that is forgotten leaves no trace.
+  std::unique_ptr<std::uint16_t[]> queries;
+  CellSet observed;
 
   bool is_empty() const { return !open && !sealed; }
   CellSet written() const { return key_written & value_written; }
+  bool has_queries() const { return queries && (observed & key_written).any(); }
 };
 
 // ---- src/cache/encode.cpp and decode.cpp: between open rows and sealed blocks

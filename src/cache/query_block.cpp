@@ -46,7 +46,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 4 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
+         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
@@ -71,7 +71,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &step_, &mid_, &scratch_}) *line = arena.take<float>(deep);
+  for (float** line : {&min_, &step_, &mid_}) *line = arena.take<float>(deep);
   levels_ = arena.take<int>(deep);
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
@@ -263,8 +263,9 @@ bool QueryBlock::load_clocks(const Page& page, int cells, const std::int64_t* cl
 // ---- products with one page
 
 void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
-                               std::int64_t v_stride, float* out, std::int64_t out_stride) {
-  tiles::RowProduct product{tile, store_.shape.dtype, stride, rows, depth, v, v_stride, vectors_, out, out_stride};
+                               std::int64_t v_stride, float* out, std::int64_t out_stride, tiles::Ahead ahead) {
+  tiles::RowProduct product{tile,     store_.shape.dtype, stride, rows,       depth, v,
+                            v_stride, vectors_,           out,    out_stride, ahead};
   if (vectors_ >= kWidenFrom && store_.shape.dtype != DType::f32) {
     const int padded = base::round_up(rows, tiles::kLanes);
     for (int d = 0; d < depth; ++d) {
@@ -299,11 +300,11 @@ void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_
   const int padded = base::round_up(tile.depth, tiles::kDepthPad);
   for (int i = 0; i < tile.depth; ++i) mid_[i] = 0.5F * static_cast<float>(levels_[i]);
   std::fill(mid_ + tile.depth, mid_ + padded, 0.0F);
-  for (int n = 0; n < vectors_; ++n) bias_[n] = kernels_.dot(v + n * v_stride, min_, tile.depth);
   tiles::PackArgs pack;
   pack.v = v;
   pack.v_stride = v_stride;
   pack.step = step_;
+  pack.min = min_;
   pack.depth = tile.depth;
   pack.vectors = vectors_;
   pack.wide = store_.recipe.x_bits == 16;
@@ -311,11 +312,11 @@ void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_
   pack.x = packed_;
   pack.scale = x_scale_;
   pack.bias = bias_;
-  pack.scratch = scratch_;
   kernels_.pack_x(pack);
 }
 
-void QueryBlock::multiply_tile(const TileView& view, float* out, std::int64_t out_stride) {
+void QueryBlock::multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out,
+                               std::int64_t out_stride) {
   std::array<tiles::CodePlane, kMaxPlanes> planes;
   int count = 0;
   for (const PlaneLayout& plane : view.planes.span()) {
@@ -323,7 +324,7 @@ void QueryBlock::multiply_tile(const TileView& view, float* out, std::int64_t ou
                                                  plane.depth};
   }
   kernels_.multiply_codes({planes.data(), count, view.tile->rows, packed_, view.tile->depth, vectors_,
-                           store_.recipe.x_bits == 16, x_scale_, out, out_stride});
+                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead});
 }
 
 void QueryBlock::score_exact(const ExactRows& exact, const std::uint8_t* tokens) {
@@ -343,7 +344,7 @@ void QueryBlock::score_page(const Page& page, int cells) {
   if (page.open) {
     for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, 0.0F);
     multiply_open(page.open.get() + store_.rows.key_at(head_, 0, 0), store_.tokens(), cells, store_.shape.key_dim,
-                  queries_, query_stride_, scores_, score_stride_);
+                  queries_, query_stride_, scores_, score_stride_, ahead_key_);
     return;
   }
   const std::byte* block = page.sealed->block.get();
@@ -352,9 +353,8 @@ void QueryBlock::score_page(const Page& page, int cells) {
     if (tile->rows == 0) continue;
     const TileView view(store_.layout, *tile, block, head_);
     pack_tile(view, queries_, query_stride_);
-    // The product also adds zeros to the padding of its rows: to places that the next tile fills, or behind the page.
-    for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_ + first, tile->rows, bias_[n]);
-    multiply_tile(view, scores_ + first, score_stride_);
+    // The padding of its rows is written too: places that the next tile fills, or such behind the page.
+    multiply_tile(view, tiles::Start::replace, first == 0 ? ahead_key_ : tiles::Ahead(), scores_ + first, score_stride_);
     first += tile->rows;
   }
   const ExactRows& exact = page.sealed->exact;
@@ -378,12 +378,16 @@ void QueryBlock::mix_exact(const ExactRows& exact, const std::uint8_t* tokens) {
                 exact.capacity, exact_, score_stride_, plain_.values, output_stride_);
 }
 
-void QueryBlock::rescale(Mixed& to, Mixed& other) {
+void QueryBlock::settle(Mixed& to, Mixed& other) {
   for (int n = 0; n < vectors_; ++n) {
     if (other.values != nullptr) other.owed[n] *= alpha_[n];
     alpha_[n] *= to.owed[n];
     to.owed[n] = 1;
   }
+}
+
+void QueryBlock::rescale(Mixed& to, Mixed& other) {
+  settle(to, other);
   kernels_.rescale(to.values, output_stride_, vectors_, static_cast<int>(output_stride_), alpha_, bias_);
   std::fill_n(alpha_, vectors_, 1.0F);
 }
@@ -393,10 +397,11 @@ void QueryBlock::mix_page(const Page& page, int cells) {
     std::fill_n(bias_, vectors_, 0.0F);
     rescale(plain_, rotated_);
     multiply_open(page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_stride, store_.shape.value_dim,
-                  cells, scores_, score_stride_, plain_.values, output_stride_);
+                  cells, scores_, score_stride_, plain_.values, output_stride_, ahead_value_);
     return;
   }
-  // Exact values are added after a rescaling without the page's own bias, from weights taken out before that is computed.
+  // Exact values are added after a rescaling without the page's own bias, from weights taken out before that is
+  // computed.
   const ExactRows& exact = page.sealed->exact;
   if (!exact.cells.empty()) {
     std::fill_n(bias_, vectors_, 0.0F);
@@ -407,16 +412,15 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   pack_tile(view, scores_, score_stride_);
   if (view.tile->channel_factors) return mix_factored(view);
   Mixed& sum = rotated_.values != nullptr ? rotated_ : plain_;
-  rescale(sum, &sum == &plain_ ? rotated_ : plain_);
-  multiply_tile(view, sum.values, output_stride_);
+  settle(sum, &sum == &plain_ ? rotated_ : plain_);
+  multiply_tile(view, tiles::Start::rescale, ahead_value_, sum.values, output_stride_);
 }
 
 // Factors are the page's own: its sum is made apart from that of the pages before.
 void QueryBlock::mix_factored(const TileView& view) {
   const int channels = view.tile->rows;
   kernels_.widen(view.head_block + view.tile->factor_offset, store_.shape.dtype, factors_, channels);
-  for (int n = 0; n < vectors_; ++n) std::fill_n(page_sum_ + n * output_stride_, output_stride_, bias_[n]);
-  multiply_tile(view, page_sum_, output_stride_);
+  multiply_tile(view, tiles::Start::replace, ahead_value_, page_sum_, output_stride_);
   std::fill_n(bias_, vectors_, 0.0F);
   rescale(plain_, rotated_);
   for (int n = 0; n < vectors_; ++n) {
@@ -437,19 +441,25 @@ void QueryBlock::finish() {
   }
 }
 
-// Pages lie anywhere in memory and no hardware prefetcher follows: what comes next is asked for while this is computed.
-static void fetch(const std::byte* data, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += base::kAlignment) __builtin_prefetch(data + i, 0, 2);
-}
-
-void QueryBlock::fetch_page(std::int64_t number) const {
+// Where the next page keeps this head's keys and values, so that products ask for it bit by bit. Grids are small.
+void QueryBlock::look_ahead(std::int64_t number) {
+  ahead_key_ = ahead_value_ = {};
   if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
-  if (!page.sealed) return;
-  fetch(page.sealed->block.get() + static_cast<std::size_t>(head_) * store_.layout.head_bytes,
-        store_.layout.head_bytes);
-  const std::size_t heads_bytes = static_cast<std::size_t>(store_.shape.kv_heads) * store_.layout.head_bytes;
-  fetch(page.sealed->block.get() + heads_bytes, store_.layout.page_bytes - heads_bytes);  // grids of all heads
+  if (page.sealed) {
+    const PageLayout& layout = store_.layout;
+    const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * layout.head_bytes;
+    const std::size_t value = layout.value.planes.front().offset;
+    ahead_key_ = {block, value};
+    ahead_value_ = {block + value, layout.head_bytes - value};
+    const std::size_t heads_bytes = static_cast<std::size_t>(store_.shape.kv_heads) * layout.head_bytes;
+    for (std::size_t i = heads_bytes; i < layout.page_bytes; i += base::kAlignment) {
+      __builtin_prefetch(page.sealed->block.get() + i, 0, 2);
+    }
+  } else if (page.open) {
+    ahead_key_ = {page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head};
+    ahead_value_ = {page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
+  }
 }
 
 int QueryBlock::read_cells(const Page& page) const {
@@ -468,7 +478,7 @@ void QueryBlock::add_page(std::int64_t number) {
   if (page.sealed && store_.layout.salient > 0) {
     order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
   }
-  fetch_page(number + 1);
+  look_ahead(number + 1);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});

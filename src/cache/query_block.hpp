@@ -54,7 +54,7 @@ class QueryBlock {
   const float* output(int vector) const { return plain_.values + vector * output_stride_; }
 
  private:
-  void fetch_page(std::int64_t page) const;
+  void look_ahead(std::int64_t page);
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
@@ -72,22 +72,24 @@ class QueryBlock {
   void mix_exact(const ExactRows& exact, const std::uint8_t* tokens);
   void mix_factored(const TileView& view);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
-                     float* out, std::int64_t out_stride);
+                     float* out, std::int64_t out_stride, tiles::Ahead ahead = {});
   // Rounds v * step to integers in the tile's stored order; bias_ gets v * min and the rounding.
   void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
-  // out += the tile times what pack_tile packed
-  void multiply_tile(const TileView& view, float* out, std::int64_t out_stride);
+  // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
+  void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
   // v of every vector in the tile's order.
   const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
 
-  // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are kept
-  // apart, and the sum that a page does not touch is rescaled when its turn comes.
+  // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are
+  // kept apart, and the sum that a page does not touch is rescaled when its turn comes.
   struct Mixed {
     float* values = nullptr;  // [vectors][value_dim]
     float* owed = nullptr;    // [vectors]: factor not applied yet
   };
   // Rescales `to` by what it owes and the page's alpha and adds bias_; the other sum goes on owing alpha.
   void rescale(Mixed& to, Mixed& other);
+  // The same without touching values: alpha_ becomes what `to` must be multiplied by.
+  void settle(Mixed& to, Mixed& other);
 
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;
@@ -104,8 +106,8 @@ class QueryBlock {
   float* queries_ = nullptr;  // [vectors][key_dim], scaled
   float* scores_ = nullptr;   // [vectors][page], of a sealed page by place, of an open one by cell
   Mixed plain_;
-  Mixed rotated_;  // of sealed pages whose values are stored rotated; unused otherwise
-  float* exact_ = nullptr;    // [vectors][page]: scores or weights of exact cells
+  Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
+  float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
   float* maximum_ = nullptr;
   float* sum_ = nullptr;
   float* alpha_ = nullptr;
@@ -114,14 +116,15 @@ class QueryBlock {
   float* min_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
   float* mid_ = nullptr;
-  float* scratch_ = nullptr;
   int* levels_ = nullptr;
   std::uint16_t* order_ = nullptr;
   float* page_sum_ = nullptr;  // [vectors][value_dim]: what one page adds, before its channel factors
   float* factors_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
-  float* wide_ = nullptr;  // an open tile as float, for blocks of many vectors
-  float* mask_ = nullptr;  // [vectors][page]
+  float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
+  float* mask_ = nullptr;      // [vectors][page]
+  tiles::Ahead ahead_key_;     // of the next page
+  tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;
   float* x_scale_ = nullptr;  // [vectors]

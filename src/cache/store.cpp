@@ -88,10 +88,8 @@ PageStore::Impl::Impl(const Impl& other)
     to.value_written = from.value_written;
     to.exact = from.exact;
     to.last_write = from.last_write;
-    if (from.queries) {
-      to.queries = std::make_unique<double[]>(query_sums.size());
-      std::copy_n(from.queries.get(), query_sums.size(), to.queries.get());
-    }
+    to.queries = copy_queries(from);
+    to.observed = from.observed;
     if (from.clocks) {
       to.clocks = std::make_unique<std::int64_t[]>(static_cast<std::size_t>(tokens()));
       std::copy_n(from.clocks.get(), tokens(), to.clocks.get());
@@ -207,9 +205,14 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     Page& page = pages[static_cast<std::size_t>(ready[i])];
     drop_open(page);
     page.clocks.reset();
-    settle_queries(page);
+    page.queries.reset();
+    page.observed.reset();
     page.sealed = std::move(sealed[i]);
     std::erase(open_pages, ready[i]);
+  }
+  if (!ready.empty() && !sums.back().empty()) {
+    query_sums = sums.back();
+    queries_seen = true;
   }
   counts.seals += static_cast<std::int64_t>(ready.size());
 }
@@ -288,6 +291,7 @@ void PageStore::forget(std::int64_t first, std::int64_t count) {
       page.key_written.reset(bit);
       page.value_written.reset(bit);
       page.exact.reset(bit);
+      page.observed.reset(bit);
     }
     if (!page.is_empty() && (page.key_written | page.value_written).none()) impl.release(number);
   }
@@ -319,14 +323,13 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 
 StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
-  bytes.tables =
-      sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) + impl_->open_pages.capacity() * sizeof(std::int64_t) +
-      impl_->query_sums.capacity() * sizeof(double);
+  bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
+                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
   if (impl_->probes) bytes.tables += impl_->probes->bytes();
   for (const Page& page : impl_->pages) {
     if (page.clocks) bytes.tables += static_cast<std::size_t>(impl_->tokens()) * sizeof(std::int64_t);
     if (page.open) bytes.open += impl_->rows.bytes;
-    if (page.queries) bytes.tables += impl_->query_sums.size() * sizeof(double);
+    if (page.queries) bytes.tables += impl_->layout.query_bytes;
     if (!page.sealed) continue;
     bytes.sealed += impl_->layout.page_bytes;
     bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it

@@ -39,7 +39,8 @@ struct PageStore::Impl {
   std::vector<std::int64_t> open_pages;  // numbers of open pages, in the order they were opened
   std::int64_t rows_written = 0;         // key rows since creation: the clock of the recent window
   StoreCounts counts;
-  // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses them.
+  // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses
+  // them.
   std::vector<double> query_sums;
   bool queries_seen = false;
   std::optional<cache::Probes> probes;  // only where the recipe tells salient tokens by attention
@@ -70,11 +71,15 @@ struct PageStore::Impl {
   bool order_tokens(std::int64_t page, const cache::CellSet& skip, int threads, std::byte* block) const;
 
   // ---- src/cache/store_queries.cpp
-  // The sums that each of the pages, in this order, is encoded with; empty where no query was seen.
+  // The sums that each of the pages, in this order, is encoded with: the store's and those of all pages so far; empty
+  // where no query was seen. Sealing the last one makes its sums the store's.
   std::vector<std::vector<double>> sums_at(std::span<const std::int64_t> order) const;
-  // The page's own sums become part of the store's.
-  void settle_queries(cache::Page& page);
-  void take_queries(const Impl& from);
+  std::uint16_t* query_cell(cache::Page& page, std::size_t token) const {
+    return page.queries.get() + token * query_sums.size();
+  }
+  std::unique_ptr<std::uint16_t[]> copy_queries(const cache::Page& page) const;
+  void count_queries(cache::Page* page, std::size_t token, const std::vector<double>& sums);
+  void copy_query_cells(const cache::Page& from, std::int64_t first, std::int64_t to, std::int64_t count);
   // Keeps those queries that may become probes, and drops probes that no open page can need any more.
   void keep_probes(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores);
   void drop_probes();

@@ -193,6 +193,7 @@ void PageStore::write(Side side, std::span<const std::int64_t> cells, const Cons
     page.exact.set(token, (positions.empty() ? cells[i] : positions[i]) < impl.recipe.sink);
     // Keys alone move the clock: values of the same call come later and must not make early pages look recent.
     if (side == Side::value) continue;
+    page.observed.reset(token);  // a query of the row that was there before
     page.last_write = ++impl.rows_written;
     if (page.clocks) page.clocks[token] = impl.rows_written;
   }
@@ -227,7 +228,10 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
   }
   const PageStore snapshot = this == &from ? PageStore(from) : PageStore(impl.recipe, impl.shape, 0, impl.pool);
   const PageStore& origin = this == &from ? snapshot : from;
-  if (this != &from) impl.take_queries(source);
+  if (this != &from && !impl.queries_seen) {
+    impl.query_sums = source.query_sums;
+    impl.queries_seen = source.queries_seen;
+  }
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t a = from_first + done;
     const std::int64_t b = first + done;
@@ -283,6 +287,7 @@ void PageStore::copy_run(const Impl& source, std::int64_t from, std::int64_t to,
     }
     write(side, write_cells, dense_view(rows.data(), DType::f32, n, impl.shape.kv_heads, dim), positions);
   }
+  impl.copy_query_cells(page, from % impl.tokens(), to, count);
 }
 
 }  // namespace kvant

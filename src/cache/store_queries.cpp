@@ -1,9 +1,11 @@
 // What a store knows of the queries: sums of squares per KV head and key channel, and probes.
 //
-// Each open page has sums of its own that join those of the store when the page is sealed: a page is encoded with the
-// queries up to its own last token, however the tokens arrived in calls.
+// Open pages keep those of each of their cells; when a page is sealed, they join the sums of the store. So a page is
+// encoded with the queries up to its own last token, however the tokens arrived in calls, and tokens that are trimmed
+// before their page is sealed have never been there.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "base/half.hpp"
@@ -50,8 +52,8 @@ void PageStore::Impl::check_queries(const ConstView& view) const {
     bool bad = false;
     for (int d = 0; d < shape.key_dim; ++d) bad |= !(std::fabs(query[d]) <= std::numeric_limits<float>::max());
     if (!bad) return;
-    base::fail(ErrorCode::not_finite,
-               "query row " + std::to_string(row) + ", head " + std::to_string(head) + " has a value that is not finite");
+    base::fail(ErrorCode::not_finite, "query row " + std::to_string(row) + ", head " + std::to_string(head) +
+                                          " has a value that is not finite");
   });
 }
 
@@ -61,33 +63,37 @@ std::vector<std::vector<double>> PageStore::Impl::sums_at(std::span<const std::i
   bool seen = queries_seen;
   for (const std::int64_t number : order) {
     const Page& page = pages[static_cast<std::size_t>(number)];
-    for (std::size_t i = 0; page.queries && i < sums.size(); ++i) sums[i] += page.queries[i];
-    seen |= page.queries != nullptr;
+    seen |= page.has_queries();
+    for (std::size_t token = 0; page.queries && token < static_cast<std::size_t>(tokens()); ++token) {
+      if (!page.observed[token] || !page.key_written[token]) continue;
+      const std::uint16_t* cell = page.queries.get() + token * sums.size();
+      for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(base::bfloat_to_float(cell[i]));
+    }
     result.push_back(seen ? sums : std::vector<double>());
   }
   return result;
 }
 
-void PageStore::Impl::settle_queries(Page& page) {
-  if (!page.queries) return;
-  for (std::size_t i = 0; i < query_sums.size(); ++i) query_sums[i] += page.queries[i];
-  queries_seen = true;
-  page.queries.reset();
+std::unique_ptr<std::uint16_t[]> PageStore::Impl::copy_queries(const Page& page) const {
+  if (!page.queries) return nullptr;
+  auto copy = std::make_unique<std::uint16_t[]>(layout.query_bytes / sizeof(std::uint16_t));
+  std::memcpy(copy.get(), page.queries.get(), layout.query_bytes);
+  return copy;
 }
 
-void PageStore::Impl::take_queries(const Impl& from) {
-  for (const Page& page : pages) {
-    if (page.queries) return;
+// Cells first.. of a page of another store to cells to.. of this one, which are written.
+void PageStore::Impl::copy_query_cells(const Page& from, std::int64_t first, std::int64_t to, std::int64_t count) {
+  if (!from.has_queries()) return;
+  Page& page = pages[static_cast<std::size_t>(to / tokens())];
+  if (!page.open) return;
+  if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(layout.query_bytes / sizeof(std::uint16_t));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto source = static_cast<std::size_t>(first + i);
+    const auto target = static_cast<std::size_t>(to % tokens() + i);
+    if (!from.observed[source]) continue;
+    std::copy_n(from.queries.get() + source * query_sums.size(), query_sums.size(), query_cell(page, target));
+    page.observed.set(target);
   }
-  if (queries_seen) return;
-  std::vector<double> sums = from.query_sums;
-  bool seen = from.queries_seen;
-  for (const Page& page : from.pages) {
-    for (std::size_t i = 0; page.queries && i < sums.size(); ++i) sums[i] += page.queries[i];
-    seen |= page.queries != nullptr;
-  }
-  query_sums = std::move(sums);
-  queries_seen = seen;
 }
 
 namespace {
@@ -189,8 +195,7 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
                  "cell " + std::to_string(cell) + " outside 0.." + std::to_string(impl.cells - 1));
     }
   }
-  if (impl.probes && queries.extent[0] > 0 && impl.probes->size() > 0 &&
-      impl.probes->query_heads() != queries.extent[1]) {
+  if (impl.probes && impl.probes->size() > 0 && impl.probes->query_heads() != queries.extent[1]) {
     base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(queries.extent[1]) +
                                                 "; those of earlier queries are " +
                                                 std::to_string(impl.probes->query_heads()));
@@ -199,24 +204,43 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
   for (const std::int64_t cell : cells) {
     Page& page = impl.pages[static_cast<std::size_t>(cell / impl.tokens())];
     if (page.open && !page.queries && !impl.query_sums.empty()) {
-      page.queries = std::make_unique<double[]>(impl.query_sums.size());
+      page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
     }
   }
+  std::vector<double> row_sums(impl.query_sums.size());
   if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
   if (impl.query_sums.empty()) return;
-  const std::int64_t group = queries.extent[1] / impl.shape.kv_heads;
-  for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
-    double* sums = impl.query_sums.data();
-    if (!cells.empty()) {
-      const Page& page = impl.pages[static_cast<std::size_t>(cells[static_cast<std::size_t>(row)] / impl.tokens())];
-      if (page.open) sums = page.queries.get();
     }
-    impl.queries_seen |= sums == impl.query_sums.data();
-    double* out = sums + head / group * impl.shape.key_dim;
+  }
+  const std::int64_t last = queries.extent[1] - 1;
+  for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
+    if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0);
+    double* out = row_sums.data() + head / (queries.extent[1] / impl.shape.kv_heads) * impl.shape.key_dim;
     for (int d = 0; d < impl.shape.key_dim; ++d) {
       out[d] += static_cast<double>(query[d]) * static_cast<double>(query[d]);
     }
+    if (head != last) return;
+    if (cells.empty()) return impl.count_queries(nullptr, 0, row_sums);
+    const std::int64_t cell = cells[static_cast<std::size_t>(row)];
+    impl.count_queries(&impl.pages[static_cast<std::size_t>(cell / impl.tokens())],
+                       static_cast<std::size_t>(cell % impl.tokens()), row_sums);
   });
+}
+
+// To the cell of an open page, else to the store; rounded alike.
+void PageStore::Impl::count_queries(Page* page, std::size_t token, const std::vector<double>& sums) {
+  const auto rounded = [](double sum) {
+    return base::float_to_bfloat(static_cast<float>(std::min<double>(sum, base::max_finite(DType::bf16))));
+  };
+  if (page != nullptr && page->open) {
+    std::transform(sums.begin(), sums.end(), query_cell(*page, token), rounded);
+    page->observed.set(token);
+    return;
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    query_sums[i] += static_cast<double>(base::bfloat_to_float(rounded(sums[i])));
+  }
+  queries_seen = true;
 }
 
 }  // namespace kvant

@@ -30,16 +30,16 @@ TilePlanes place_planes(const std::array<int, 6>& counts, int rows, std::size_t 
 }
 
 std::size_t most_plane_bytes(int budget, int rows) {
-  // A plane of b bits ends in a word group of Q fours; what is missing there is at most Q - 1 of them. The single bits of
-  // pages with four row tiles (Q = 2) are odd in number only when the sum of the widths is odd, so an even budget already
-  // has the place that an odd sum leaves.
+  // A plane of b bits ends in a word group of Q fours; what is missing there is at most Q - 1 of them. The single bits
+  // of pages with four row tiles (Q = 2) are odd in number only when the sum of the widths is odd, so an even budget
+  // already has the place that an odd sum leaves.
   const int tiles = tiles::block_tiles(1, tiles::row_tiles(rows));
   const int singles = tiles::quads_per_group(1, tiles);
   const int pairs = tiles::quads_per_group(2, tiles::block_tiles(2, tiles::row_tiles(rows)));
   const int padding = singles == 2 ? 0 : singles - 1;
   const int bits = base::round_up(budget, 2) + padding + 2 * 2 * (pairs - 1);
-  return static_cast<std::size_t>(bits) * static_cast<std::size_t>(base::round_up(rows, tiles::kLanes)) *
-         tiles::kQuad / 8;
+  return static_cast<std::size_t>(bits) * static_cast<std::size_t>(base::round_up(rows, tiles::kLanes)) * tiles::kQuad /
+         8;
 }
 
 std::array<int, 6> read_counts(const TileLayout& tile, const std::byte* head_block) {

@@ -13,9 +13,10 @@ namespace kvant::cache {
 constexpr int kMaxPlanes = 4;
 
 // Where the widths differ, depth indices are stored by width in this order: then the 4-bit codes or upper parts of
-// (6, 4, 5), the single bits of (5, 1, 3) and the 2-bit codes or upper parts of (3, 2) are one plane each, and only those
-// of 6 need a plane of their own. One 1-bit plane means that at most one of its fours lacks a partner in a word group.
-// Bit 0 of a code belongs to the odd widths; codes of even width are stored times two, their step is half as long.
+// (6, 4, 5), the single bits of (5, 1, 3) and the 2-bit codes or upper parts of (3, 2) are one plane each, and only
+// those of 6 need a plane of their own. One 1-bit plane means that at most one of its fours lacks a partner in a word
+// group. Bit 0 of a code belongs to the odd widths; codes of even width are stored times two, their step is half as
+// long.
 constexpr std::array<int, 6> kWidthOrder = {6, 4, 5, 1, 3, 2};
 
 // Place of a width in kWidthOrder.

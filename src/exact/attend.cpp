@@ -110,8 +110,17 @@ class HeadAttention {
                      maximum_.data(), sum_.data(), alpha_.data()});
     const int width = static_cast<int>(width_);
     kernels.rescale(output_.data(), width_, vectors, width, alpha_.data(), zeros_.data());
-    kernels.multiply_rows({value_tile_.data(), DType::f32, width_, static_cast<int>(values_.shape().dim),
-                           static_cast<int>(count), scores_.data(), kTile, vectors, output_.data(), width_});
+    kernels.multiply_rows({value_tile_.data(),
+                           DType::f32,
+                           width_,
+                           static_cast<int>(values_.shape().dim),
+                           static_cast<int>(count),
+                           scores_.data(),
+                           kTile,
+                           vectors,
+                           output_.data(),
+                           width_,
+                           {}});
   }
 
   const RowSource& keys_;

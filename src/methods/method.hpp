@@ -49,10 +49,10 @@ struct TokenClasses {
 // A page's keys of one head, for the choice of widths.
 struct KeyPage {
   const TileLayout& layout;
-  const float* tile;     // [channels][stride]
+  const float* tile;  // [channels][stride]
   std::int64_t stride;
-  int rows;              // tokens, sinks left out
-  const float* min;      // [channels]
+  int rows;          // tokens, sinks left out
+  const float* min;  // [channels]
   const float* max;
   const double* queries;  // [channels] sums of squares of the queries so far; null where none was seen
 

@@ -176,6 +176,33 @@ std::string side_text(const char* key, const Part& part) {
   return key + std::string(std::visit([](const auto& p) { return p.method; }, part)) + bits_text(":", part);
 }
 
+// The recipes that led the comparison at their bits (docs/results.md; design: quality-prior-art.md section 7).
+struct Preset {
+  std::string_view name;
+  std::string_view summary;
+  std::string_view recipe;
+};
+constexpr Preset kPresets[] = {
+    {"small", "about 2.6 bits, for memory", "waterfill:k=2.5,low=1,high=5,v=2,sink=4"},
+    {"balanced", "about 3.2 bits, the default", "waterfill:k=3,low=1,high=6,v=3,shared=1,sink=4"},
+    {"near-lossless", "about 4.2 bits, next to f16", "waterfill:k=4,low=2,high=6,v=4,shared=1,sink=4"},
+};
+
+// What a name alone means: that of a preset or of a method.
+std::pair<std::string, Recipe> named_recipe(std::string_view name) {
+  for (const Preset& preset : kPresets) {
+    if (preset.name == name) return {"waterfill", parse_recipe(preset.recipe)};
+  }
+  std::string choices;
+  for (const catalog::Method& method : catalog::list()) {
+    if (method.name == name) return {method.name, method.defaults};
+    choices += method.name + ", ";
+  }
+  for (const Preset& preset : kPresets) choices += std::string(preset.name) + ", ";
+  base::fail(ErrorCode::invalid_argument,
+             "recipe '" + std::string(name) + "' is unknown; choices: " + choices + "k=METHOD:BITS,v=METHOD:BITS");
+}
+
 }  // namespace
 
 Recipe parse_recipe(std::string_view text) {
@@ -185,10 +212,9 @@ Recipe parse_recipe(std::string_view text) {
     return recipe;
   }
   const std::size_t colon = text.find(':');
-  const catalog::Method& method = catalog::find(text.substr(0, colon));
-  Recipe recipe = method.defaults;
+  auto [name, recipe] = named_recipe(text.substr(0, colon));
   if (colon == std::string_view::npos) return recipe;
-  set_options(method.name, recipe, split_options(text.substr(colon + 1)));
+  set_options(name, recipe, split_options(text.substr(colon + 1)));
   validate(recipe);
   return recipe;
 }
@@ -236,6 +262,17 @@ const std::vector<MethodInfo>& methods() {
     for (const catalog::Method& method : catalog::list()) {
       result.push_back({method.name, method.summary, to_text(method.defaults), keys_of(method.defaults),
                         method.keys.has_value(), method.values.has_value()});
+    }
+    return result;
+  }();
+  return infos;
+}
+
+const std::vector<PresetInfo>& presets() {
+  static const std::vector<PresetInfo> infos = [] {
+    std::vector<PresetInfo> result;
+    for (const Preset& preset : kPresets) {
+      result.push_back({std::string(preset.name), std::string(preset.summary), to_text(parse_recipe(preset.recipe))});
     }
     return result;
   }();

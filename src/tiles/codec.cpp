@@ -114,8 +114,8 @@ using Doubles = double __attribute__((vector_size(64)));
 using Floats = float __attribute__((vector_size(32)));
 using Codes = std::uint8_t __attribute__((vector_size(8)));
 
-// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum. Vectors of this
-// size go by reference, because returning one would depend on the instruction set.
+// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum. Vectors of
+// this size go by reference, because returning one would depend on the instruction set.
 template <typename V, typename T>
 HWY_INLINE void LoadEight(const T* from, int count, V& value) {
   value = V{};

@@ -24,21 +24,21 @@ constexpr int kMaxDepth = 1024;
 // x reach 255 * 32639 * 256 = 2130673920, just below 2^31.
 constexpr int kSumDepth = 256;
 
-// Rounds x[n][i] = v[n][c] * step[c], c = index[i], to integers for multiply_codes.
+// Rounds x[n][i] = v[n][i] * step[i] to integers for multiply_codes.
 struct PackArgs {
   const float* v = nullptr;  // [vectors][v_stride]
   std::int64_t v_stride = 0;
-  const float* step = nullptr;           // [channels]
-  const std::uint16_t* index = nullptr;  // null: index[i] = i
+  const float* step = nullptr;  // [depth]
+  const float* min = nullptr;   // [depth]
   int depth = 0;
   int vectors = 0;
   bool wide = true;            // 16-bit x, else 8-bit
-  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets; null: 0
+  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets
   std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
   float* scale = nullptr;      // out [vectors]: x = scale * integer
-  float* bias =
-      nullptr;  // in/out [vectors]: += sum mid[i] * (x - scale * integer), the rounding error at the mean code
-  float* scratch = nullptr;  // round_up(depth, 32) floats
+  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at
+  // the mean code. NaN where v * step is not finite.
+  float* bias = nullptr;
 };
 
 // Words of one vector, zero padding up to kDepthPad included: the word of depth index i is at i / 4 * 2.
@@ -61,9 +61,23 @@ struct CodePlane {
   int depth = 0;
 };
 
+// Memory that a product asks for while it computes: pages lie anywhere, so no hardware prefetcher finds the next one,
+// and asking for all of it at once would wait for the memory instead.
+struct Ahead {
+  const std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// What a product does with the `out` that is there.
+enum class Start : std::uint8_t {
+  add,      // out + product
+  replace,  // bias[n] + product
+  rescale,  // out * alpha[n] + bias[n] + product
+};
+
 // out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
-// cover depth index i say and fits 8 bits. Sums are integers over kSumDepth depth indices, each converted to float
-// once.
+// cover depth index i say and fits 8 bits; at most 32 planes. Sums are integers over kSumDepth depth indices, each
+// converted to float once.
 struct CodeProduct {
   const CodePlane* planes = nullptr;
   int count = 0;
@@ -75,6 +89,10 @@ struct CodeProduct {
   const float* factor = nullptr;  // [vectors]
   float* out = nullptr;           // [vectors][out_stride], rows padded to 16 are written
   std::int64_t out_stride = 0;
+  Start start = Start::add;
+  const float* alpha = nullptr;  // [vectors]
+  const float* bias = nullptr;   // [vectors]
+  Ahead ahead = {};
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.
@@ -89,6 +107,7 @@ struct RowProduct {
   int vectors = 0;
   float* out = nullptr;
   std::int64_t out_stride = 0;
+  Ahead ahead = {};
 };
 
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.
@@ -105,8 +124,8 @@ struct SoftmaxArgs {
   float* alpha = nullptr;    // out [vectors]: what earlier outputs must be multiplied by
 };
 
-// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i % 8)
-// that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
+// Sums for the least-squares line from codes to values. The sums of doubles run in eight lanes (element i in lane i %
+// 8) that are added as ((0+4)+(2+6))+((1+5)+(3+7)), so every kernel set has the same bits.
 struct LineSums {
   std::int64_t code = 0;         // sum c
   std::int64_t code_square = 0;  // sum c * c

@@ -1,5 +1,6 @@
 // Rounds x to the integers of multiply_codes, once per instruction set.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -20,93 +21,114 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Words [vector][quad][2]. VNNI: high bytes of the quad, low bytes of the quad. Elsewhere: 16-bit pairs of
-// the even and of the odd depth indices, which meet the even and odd bytes of a group.
+// Adding 1.5 * 2^23 rounds a float of less than 2^22 to the nearest integer and leaves it in the lowest bits.
+constexpr float kRounder = 12582912.0F;
 
-#if KVANT_VNNI
-// value = 256 * high + low with signed bytes; the byte of low is the lowest byte of value itself.
-HWY_INLINE void StoreQuads(__m512i value, bool wide, std::int32_t* word) {
-  const __m512i rounded = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-  const __m128i high = _mm512_cvtepi32_epi8(wide ? rounded : value);
-  const __m128i low = wide ? _mm512_cvtepi32_epi8(value) : _mm_setzero_si128();
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word), _mm_unpacklo_epi32(high, low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(word + 4), _mm_unpackhi_epi32(high, low));
+// Words [vector][quad][2]: the high bytes of a quad's four integers, then the low bytes; value = 256 * high + low with
+// signed bytes, so low is the lowest byte of value itself. A narrow x has its byte in the first word and 0 in the
+// second. Here: two registers of integers in the lowest 16 bits of each lane, in the order of depth.
+template <class D, class V>
+HWY_INLINE void StoreQuads(D di, V first, V second, bool wide, std::int32_t* word) {
+  const hn::Repartition<std::int16_t, D> d16;
+  const hn::Repartition<std::uint8_t, D> d8;
+  const hn::Repartition<std::uint64_t, D> d64;
+  alignas(16) static constexpr std::uint8_t kOrder[16] = {2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12};
+  const auto order = hn::LoadDup128(d8, kOrder);
+  // Bytes 2 and 0 of each lane become high and low.
+  const auto quads = [&](V value) HWY_ATTR {
+    const auto high = hn::ShiftLeft<8>(hn::Add(value, hn::Set(di, 128)));
+    const auto both = wide ? hn::OddEven(hn::BitCast(d16, high), hn::BitCast(d16, value))
+                           : hn::BitCast(d16, hn::ShiftLeft<16>(value));
+    return hn::BitCast(d64, hn::TableLookupBytes(hn::BitCast(d8, both), order));
+  };
+  hn::StoreU(hn::BitCast(di, hn::ConcatEven(d64, quads(second), quads(first))), di, word);
 }
-#else
-HWY_INLINE void StoreQuads(const std::int32_t* integers, std::int32_t* word) {
-  for (int q = 0; q < 4; ++q, integers += 4, word += 2) {
-    word[0] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[2]) << 16) | (integers[0] & 0xFFFF));
-    word[1] = static_cast<std::int32_t>((static_cast<std::uint32_t>(integers[3]) << 16) | (integers[1] & 0xFFFF));
-  }
-}
-#endif
 
-// scratch[d] = v * step at the tile's channels, zero-padded; returns the bits of the largest magnitude: as integers,
-// magnitudes order as they do as floats, and infinities and NaN come last.
-inline std::int32_t ScaleVector(const PackArgs& a, const float* v, int padded) {
+// The largest |v * step|, as the bits of a float: as integers, magnitudes order as they do as floats, and infinities
+// and NaN come last.
+inline std::int32_t Peak(const float* v, const float* step, int depth) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  auto peak = hn::Zero(di);
+  auto first = hn::Zero(di);
+  auto second = hn::Zero(di);
+  const auto magnitude = [&](int i) HWY_ATTR {
+    return hn::BitCast(di, hn::Abs(hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, step + i))));
+  };
   int i = 0;
-  if (a.index == nullptr) {
-    for (; i + lanes <= a.depth; i += lanes) {
-      const auto value = hn::Mul(hn::LoadU(d, v + i), hn::LoadU(d, a.step + i));
-      hn::StoreU(value, d, a.scratch + i);
-      peak = hn::Max(peak, hn::BitCast(di, hn::Abs(value)));
+  for (; i + 2 * lanes <= depth; i += 2 * lanes) {
+    first = hn::Max(first, magnitude(i));
+    second = hn::Max(second, magnitude(i + lanes));
+  }
+  std::int32_t peak = hn::GetLane(hn::MaxOfLanes(di, hn::Max(first, second)));
+  for (; i < depth; ++i) {
+    const float last = std::fabs(v[i] * step[i]);
+    std::int32_t bits = 0;
+    std::memcpy(&bits, &last, sizeof bits);
+    peak = std::max(peak, bits);
+  }
+  return peak;
+}
+
+// Rounds v * step / scale and returns the sum of min * v + mid * rounding error. Integers past `depth` are 0.
+inline float RoundVector(const PackArgs& a, const float* v, int padded, float scale, std::int32_t* words) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto unit = hn::Set(d, scale);
+  const auto factor = hn::Set(d, 1.0F / scale);
+  const auto rounder = hn::Set(d, kRounder);
+  const bool wide = a.wide;
+  const float* step = a.step;
+  const float* min = a.min;
+  const float* mid = a.mid;
+  auto bias = hn::Zero(d);
+  const auto round = [&](const float* vs, const float* steps, const float* mins, int i) HWY_ATTR {
+    const auto x = hn::LoadU(d, vs);
+    const auto value = hn::Mul(x, hn::LoadU(d, steps));
+    const auto rounded = hn::Add(hn::Mul(value, factor), rounder);
+    bias = hn::MulAdd(x, hn::LoadU(d, mins), bias);
+    bias = hn::MulAdd(hn::LoadU(d, mid + i), hn::NegMulAdd(hn::Sub(rounded, rounder), unit, value), bias);
+    return hn::BitCast(di, rounded);
+  };
+  int i = 0;
+  for (; i + 2 * lanes <= a.depth; i += 2 * lanes) {
+    const auto first = round(v + i, step + i, min + i, i);
+    const auto second = round(v + i + lanes, step + i + lanes, min + i + lanes, i + lanes);
+    StoreQuads(di, first, second, wide, words + i / 2);
+  }
+  for (; i < padded; i += 2 * lanes) {
+    alignas(64) float rest[3][32] = {};
+    for (int j = i; j < std::min(i + 2 * lanes, a.depth); ++j) {
+      rest[0][j - i] = v[j];
+      rest[1][j - i] = step[j];
+      rest[2][j - i] = min[j];
     }
+    const auto first = round(rest[0], rest[1], rest[2], i);
+    const auto second = round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes);
+    StoreQuads(di, first, second, wide, words + i / 2);
   }
-  const int rest = i;
-  for (; i < a.depth; ++i) {
-    const int channel = a.index != nullptr ? a.index[i] : i;
-    a.scratch[i] = v[channel] * a.step[channel];
-  }
-  for (; i < padded; ++i) a.scratch[i] = 0.0F;
-  for (i = rest; i < padded; i += lanes) peak = hn::Max(peak, hn::BitCast(di, hn::Abs(hn::LoadU(d, a.scratch + i))));
-  return hn::GetLane(hn::MaxOfLanes(di, peak));
+  return hn::GetLane(hn::SumOfLanes(d, bias));
 }
 
 void PackX(const PackArgs& a) {
-  const hn::CappedTag<float, 16> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  [[maybe_unused]] const int lanes = static_cast<int>(hn::Lanes(d));
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
-  std::int32_t* words = a.x;
+  // All peaks first: the reductions and divisions of several vectors overlap.
   for (int n = 0; n < a.vectors; ++n) {
-    const std::int32_t bits = ScaleVector(a, a.v + n * a.v_stride, padded);
-    const bool finite = bits < 0x7F800000;
+    const std::int32_t bits = Peak(a.v + n * a.v_stride, a.step, a.depth);
     float peak = 0;
     std::memcpy(&peak, &bits, sizeof peak);
-    peak = std::max(peak, limit * kFinestX);
-    const float inverse = finite ? limit / peak : 0.0F;
-    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
-    const auto scale = hn::Set(d, a.scale[n]);
-    const auto factor = hn::Set(d, inverse);
-    auto error = hn::Zero(d);
-    for (int i = 0; i < padded; i += 16, words += 8) {
-#if KVANT_VNNI
-      const auto value = hn::LoadU(d, a.scratch + i);
-      const auto rounded = hn::NearestInt(hn::Mul(value, factor));
-      if (a.mid != nullptr) {
-        const auto lost = hn::NegMulAdd(hn::ConvertTo(d, rounded), scale, value);
-        error = hn::MulAdd(hn::LoadU(d, a.mid + i), lost, error);
-      }
-      StoreQuads(rounded.raw, a.wide, words);
-#else
-      alignas(64) std::int32_t integers[16];
-      for (int lane = 0; lane < 16; lane += lanes) {
-        const auto value = hn::LoadU(d, a.scratch + i + lane);
-        const auto rounded = hn::Round(hn::Mul(value, factor));
-        if (a.mid != nullptr) {
-          error = hn::MulAdd(hn::LoadU(d, a.mid + i + lane), hn::NegMulAdd(rounded, scale, value), error);
-        }
-        hn::StoreU(finite ? hn::ConvertTo(di, rounded) : hn::Zero(di), di, integers + lane);
-      }
-      StoreQuads(integers, words);
-#endif
+    a.scale[n] = bits < 0x7F800000 ? std::max(peak, limit * kFinestX) / limit : std::numeric_limits<float>::quiet_NaN();
+  }
+  std::int32_t* words = a.x;
+  for (int n = 0; n < a.vectors; ++n, words += vector_words(a.depth)) {
+    if (std::isnan(a.scale[n])) {  // the scale makes the product NaN
+      std::memset(words, 0, static_cast<std::size_t>(vector_words(a.depth)) * sizeof *words);
+      a.bias[n] = a.scale[n];
+      continue;
     }
-    if (a.mid != nullptr) a.bias[n] += hn::GetLane(hn::SumOfLanes(d, error));
+    a.bias[n] = RoundVector(a, a.v + n * a.v_stride, padded, a.scale[n], words);
   }
 }
 

@@ -60,6 +60,17 @@ constexpr std::size_t for_each_block(int bits, int rows, int depth, const Body& 
   return offset;
 }
 
+// Byte offset of the row block that starts at row tile `first`.
+constexpr std::size_t block_offset(int bits, int rows, int depth, int first) {
+  std::size_t offset = 0;
+  for (int tile = 0; tile < first;) {
+    const int tiles = block_tiles(bits, row_tiles(rows) - tile);
+    offset += static_cast<std::size_t>(groups(bits, tiles, depth)) * kGroupBytes;
+    tile += tiles;
+  }
+  return offset;
+}
+
 constexpr std::size_t plane_bytes(int bits, int rows, int depth) {
   return for_each_block(bits, rows, depth, [](int, int, std::size_t) {});
 }

@@ -1,15 +1,18 @@
 // Products with codes, once per instruction set through Highway (HWY_TARGET_INCLUDE compiles this file again per
 // target).
 //
-// Two steps per row block (up to 4 row tiles = 64 rows), whatever the planes are:
-//   unpack  the planes become one byte per code, [quad][row tile][16 lanes][4 depth indices], in a buffer in L1: per 64
-//           codes 1 shift, 1 AND and 1 store for a plane, plus a load, a shift and an OR for each further plane
-//   dot     bytes times packed x. VNNI: 1 vpdpbusd per vector and 64 codes, 2 for a 16-bit x. Elsewhere: 16-bit halves
-//           (2 AND, 1 shift per register, shared by all vectors), then 2 pmaddwd and 2 adds per vector
-// So planes are unpacked once for all vectors, the number of multiplications does not depend on the width of the codes,
-// and one inner loop serves every recipe. The bound is the dot step.
+// A row block (up to 4 row tiles = 64 rows) is multiplied in chunks of depth. A chunk reads its codes either straight
+// from a plane (1 shift and 1 AND per register) or, where several planes make up a code, from bytes that unpack.hpp
+// joined in a buffer in L1, [quad][row tile][16 lanes][4]. Each register of codes then meets all vectors:
+//   VNNI     1 vpdpbusd per vector, 2 for a 16-bit x (its high and its low bytes)
+//   maddubs  1 pmaddubsw and 1 16-bit add per vector, twice for a 16-bit x; 16-bit sums overflow after 127 / largest
+//   code
+//            quads, where a chunk ends and its sums move to 32 bits (4 instructions per vector and register)
+// Per 64 bytes of a 2-bit plane (4 row tiles x 4 depth indices), 4 vectors and a 16-bit x that is: 4 x (2 + 8) vector
+// instructions with VNNI, 8 x (2 + 16) with AVX2, and 8 broadcasts per row tile that need no vector unit. The number of
+// multiplications does not depend on the width of the codes; they are the bound: 4 AVX2 pipes give 32 multiply-adds of
+// a 16-bit x per cycle.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 // foreach_target.h must come before highway.h.
@@ -21,274 +24,300 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // clang-format on
+#include "tiles/dot.hpp"
 #include "tiles/kernels.hpp"
 #include "tiles/plane.hpp"
 #include "tiles/simd.hpp"
+#include "tiles/unpack.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// ---- unpack
-
-struct Unpack {
-  const std::byte* groups;  // of one row block of the plane
-  int quads;
-  int shift;
-  std::uint8_t* codes;  // of the plane's first quad and the row block's first tile
-  int quad_bytes;       // from quad to quad in `codes`
+// One piece of depth whose codes lie in one place. Row tile t of the block starts at base + t / tiles * block_bytes;
+// its codes are (byte >> count + t % tiles * bits) & mask, or the whole byte if mask is 0.
+struct Chunk {
+  const std::uint8_t* base;
+  int quad_bytes;   // from one quad of this chunk to the next
+  int x_words;      // the same in x
+  int block_bytes;  // from one group of row tiles to the next
+  int tiles;        // row tiles that share a byte
+  int bits;
+  int count;
+  std::int32_t mask;
+  int quad;                   // the first one in x
+  int quads;                  // length
+  int shift;                  // sums are worth 2^shift
+  std::ptrdiff_t next_block;  // from a row block of 4 row tiles to the next
 };
-
-template <int kRight, int kBits, bool kAdd, class D>
-HWY_INLINE void UnpackPosition(D d, hn::VFromD<D> group, int shift, std::uint8_t* to) {
-  constexpr std::uint32_t kMask = ((1U << kBits) - 1) * 0x01010101U;
-  auto* words = reinterpret_cast<std::uint32_t*>(to);
-  auto code = hn::ShiftLeftSame(hn::And(hn::ShiftRight<kRight>(group), hn::Set(d, kMask)), shift);
-  if constexpr (kAdd) code = hn::Or(code, hn::LoadU(d, words));
-  hn::StoreU(code, d, words);
-}
-
-// All positions P of the groups of one row block; positions past the plane's last quad are not written.
-template <int kBits, int kTiles, bool kAdd, int... P>
-HWY_NOINLINE void UnpackBlock(const Unpack& a, Indices<P...>) {
-  const hn::CappedTag<std::uint32_t, 16> d;
-  constexpr int kQuads = quads_per_group(kBits, kTiles);
-  const auto* words = reinterpret_cast<const std::uint32_t*>(a.groups);
-  std::uint8_t* codes = a.codes;
-  const int step = static_cast<int>(hn::Lanes(d));
-  for (int quad = 0; quad < a.quads; quad += kQuads, words += kLanes, codes += kQuads * a.quad_bytes) {
-    for (int lane = 0; lane < kLanes; lane += step) {
-      const auto group = hn::LoadU(d, words + lane);
-      const auto position = [&](auto p) HWY_ATTR {
-        constexpr int kQuadOf = decltype(p)::value / kTiles;
-        if (kQuadOf > 0 && quad + kQuadOf >= a.quads) return;
-        UnpackPosition<kBits* decltype(p)::value, kBits, kAdd>(
-            d, group, a.shift, codes + kQuadOf * a.quad_bytes + (decltype(p)::value % kTiles) * kGroupBytes + 4 * lane);
-      };
-      (position(std::integral_constant<int, P>()), ...);
-    }
-  }
-}
-
-template <int kBits, int kTiles>
-void UnpackBits(const Unpack& a, bool add) {
-  if (add) {
-    UnpackBlock<kBits, kTiles, true>(a, Range<8 / kBits>());
-  } else {
-    UnpackBlock<kBits, kTiles, false>(a, Range<8 / kBits>());
-  }
-}
-
-void UnpackRowBlock(const Unpack& a, int bits, int tiles, bool add) {
-  if (bits == 1 && tiles == 4) UnpackBits<1, 4>(a, add);
-  if (bits == 1 && tiles == 2) UnpackBits<1, 2>(a, add);
-  if (bits == 1 && tiles == 1) UnpackBits<1, 1>(a, add);
-  if (bits == 2 && tiles == 4) UnpackBits<2, 4>(a, add);
-  if (bits == 2 && tiles == 2) UnpackBits<2, 2>(a, add);
-  if (bits == 2 && tiles == 1) UnpackBits<2, 1>(a, add);
-  if (bits == 4 && tiles == 2) UnpackBits<4, 2>(a, add);
-  if (bits == 4 && tiles == 1) UnpackBits<4, 1>(a, add);
-}
-
-// How the planes of a product cover its quads. A plane over quads that no earlier one touches stores its codes, one
-// inside an earlier plane adds to them. Anything else (gaps, partial overlaps) works on zeros and adds everywhere.
-struct Cover {
-  const CodeProduct& a;
-  bool regular = true;
-
-  explicit Cover(const CodeProduct& product) : a(product) {
-    int covered = 0;
-    for (int i = 0; i < a.count; ++i) {
-      const bool fresh = is_fresh(i);
-      covered += fresh ? quads(a.planes[i].depth) : 0;
-      regular = regular && (fresh || is_inside(i));
-    }
-    regular = regular && covered == quads(a.x_depth);
-  }
-  int first(int i) const { return a.planes[i].first / kQuad; }
-  int end(int i) const { return first(i) + quads(a.planes[i].depth); }
-  bool is_fresh(int i) const {
-    for (int j = 0; j < i; ++j) {
-      if (first(i) < end(j) && first(j) < end(i)) return false;
-    }
-    return true;
-  }
-  bool is_inside(int i) const {
-    for (int j = 0; j < i; ++j) {
-      if (first(i) >= first(j) && end(i) <= end(j)) return true;
-    }
-    return false;
-  }
-};
-
-// Codes of `tiles` row tiles from tile `first` on, all planes joined.
-void UnpackTiles(const Cover& cover, int first, int tiles, std::uint8_t* codes) {
-  const CodeProduct& a = cover.a;
-  const int quad_bytes = tiles * kGroupBytes;
-  if (!cover.regular) std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
-  for (int i = 0; i < a.count; ++i) {
-    const CodePlane& plane = a.planes[i];
-    const bool add = !cover.regular || !cover.is_fresh(i);
-    for_each_block(plane.bits, a.rows, plane.depth, [&](int tile, int block, std::size_t offset) {
-      if (tile < first || tile >= first + tiles) return;
-      UnpackRowBlock({plane.plane + offset, quads(plane.depth), plane.shift,
-                      codes + cover.first(i) * quad_bytes + (tile - first) * kGroupBytes, quad_bytes},
-                     plane.bits, block, add);
-    });
-  }
-}
-
-// ---- dot
 
 struct DotArgs {
-  const std::uint8_t* codes;  // first quad and first row tile of this call
-  int quad_bytes;
-  int quads;
-  const std::int32_t* x;      // word of the first quad and the first vector of this call
+  const Chunk* chunks;
+  const Chunk* end;
+  int tile;                   // first row tile of this call inside the block
+  int lane;                   // first lane
+  const std::int32_t* x;      // first vector of this call
   std::int64_t vector_words;  // words from vector to vector
+  Start start;
   const float* factor;
+  const float* alpha;
+  const float* bias;
   float* out;
   std::int64_t out_stride;
+  const std::byte* ahead;   // asked for at the start of the next call
+  std::size_t ahead_bytes;  // per call
 };
 
+// One vector at a time: x is spread, used on all row tiles and gone, which keeps it out of the sums' registers.
+template <bool kWide, int kVectors, int... T>
+KVANT_DOT_ATTR HWY_INLINE void AddVector(const Codes* HWY_RESTRICT codes, const std::int32_t* x, Sum* HWY_RESTRICT high,
+                                         Sum* HWY_RESTRICT low, Indices<T...>) {
+  const Codes x_high = Spread(x[0]);
+  ((high[T * kVectors] = AddDot(high[T * kVectors], codes[T], x_high)), ...);
+  if constexpr (kWide) {
+    const Codes x_low = Spread(x[1]);
+    ((low[T * kVectors] = AddDot(low[T * kVectors], codes[T], x_low)), ...);
+  }
+}
+
+HWY_INLINE void StoreTotal(const DotArgs& a, Total total, int n, float* out) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
 #if KVANT_VNNI
-// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler.
-#define KVANT_VNNI_TARGET __attribute__((target("avx512vnni")))
-using Lanes = int __attribute__((vector_size(64)));  // 16 sums
-
-KVANT_VNNI_TARGET HWY_INLINE Lanes Dot(Lanes sum, __m512i codes, __m512i x) {
-  return reinterpret_cast<Lanes>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
+  const hn::Vec<decltype(di)> sum{reinterpret_cast<__m512i>(total)};
+#else
+  const auto sum = total;
+#endif
+  const auto product = hn::Mul(hn::ConvertTo(d, sum), hn::Set(d, a.factor[n]));
+  static_cast<void>(di);
+  if (a.start == Start::add) {
+    hn::StoreU(hn::Add(hn::LoadU(d, out), product), d, out);
+  } else if (a.start == Start::replace) {
+    hn::StoreU(hn::Add(hn::Set(d, a.bias[n]), product), d, out);
+  } else {
+    const auto before = hn::MulAdd(hn::LoadU(d, out), hn::Set(d, a.alpha[n]), hn::Set(d, a.bias[n]));
+    hn::StoreU(hn::Add(before, product), d, out);
+  }
 }
 
-template <bool kWide>
-KVANT_VNNI_TARGET HWY_INLINE void StoreSums(Lanes high, Lanes low, float factor, float* out) {
-  const Lanes sum = kWide ? high * 256 + low : high;
-  const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)), _mm512_set1_ps(factor));
-  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), scaled));
+// One chunk: T row tiles against N vectors; accumulator A is tile A / vectors and vector A % vectors. A function of its
+// own, so that registers hold its sums and nothing else.
+template <int kVectors, bool kWide, bool kField, int... T, int... N, int... A>
+KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Total* HWY_RESTRICT total,
+                                          Indices<T...> tiles, Indices<N...>, Indices<A...>) {
+  Sum high[] = {(static_cast<void>(A), Sum{})...};
+  Sum low[] = {(static_cast<void>(A), Sum{})...};
+  const std::uint8_t* quad = c.base + 4 * a.lane;
+  const std::int64_t offsets[] = {std::int64_t{(a.tile + T) / c.tiles} * c.block_bytes...};
+  const std::int64_t quad_bytes = c.quad_bytes;
+  const std::int64_t vector_words = a.vector_words;
+  const Codes counts[] = {Spread(c.count + (a.tile + T) % c.tiles * c.bits)...};
+  const Codes mask = Spread(c.mask);
+  const std::int32_t* x = a.x + 2 * c.quad;
+  const std::int64_t x_words = c.x_words;
+  const std::int32_t* const end = x + x_words * c.quads;
+  do {
+    const Codes codes[] = {kField ? Field(LoadCodes(quad + offsets[T]), counts[T], mask)
+                                  : LoadCodes(quad + offsets[T])...};
+    (AddVector<kWide, kVectors>(codes, x + N * vector_words, high + N, low + N, tiles), ...);
+    x += x_words;
+    quad += quad_bytes;
+  } while (x != end);
+  ((total[A] = Join<kWide>(total[A], high[A], low[A], c.shift)), ...);
 }
 
-// T row tiles against N vectors; accumulator A is tile A / vectors and vector A % vectors.
-template <int kVectors, bool kWide, int... T, int... N, int... A>
-KVANT_VNNI_TARGET HWY_NOINLINE void DotBlock(const DotArgs& a, Indices<T...>, Indices<N...>, Indices<A...>) {
-  Lanes high[] = {(static_cast<void>(A), Lanes{})...};
-  Lanes low[] = {(static_cast<void>(A), Lanes{})...};
-  const std::int32_t* x = a.x;
-  const std::uint8_t* quad = a.codes;
-  for (int q = 0; q < a.quads; ++q, x += 2, quad += a.quad_bytes) {
-    const __m512i codes[] = {_mm512_load_si512(quad + T * kGroupBytes)...};
-    const __m512i x_high[] = {_mm512_set1_epi32(x[N * a.vector_words])...};
-    ((high[A] = Dot(high[A], codes[A / kVectors], x_high[A % kVectors])), ...);
-    if constexpr (kWide) {
-      const __m512i x_low[] = {_mm512_set1_epi32(x[N * a.vector_words + 1])...};
-      ((low[A] = Dot(low[A], codes[A / kVectors], x_low[A % kVectors])), ...);
+template <int kVectors, bool kWide, int... A, class Tiles, class Vectors>
+KVANT_DOT_ATTR HWY_NOINLINE void DotBlock(const DotArgs& a, Tiles tiles, Vectors vectors, Indices<A...> all) {
+  for (std::size_t i = 0; i < a.ahead_bytes; i += kGroupBytes) __builtin_prefetch(a.ahead + i, 0, 2);
+  Total total[] = {(static_cast<void>(A), ZeroTotal())...};
+  for (const Chunk* c = a.chunks; c != a.end; ++c) {
+    if (c->mask == 0) {
+      AddChunk<kVectors, kWide, false>(a, *c, total, tiles, vectors, all);
+    } else {
+      AddChunk<kVectors, kWide, true>(a, *c, total, tiles, vectors, all);
     }
   }
-  (StoreSums<kWide>(high[A], low[A], a.factor[A % kVectors],
-                    a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes),
-   ...);
-}
-#else
-// sum + even0 * x0 + even1 * x1 per 32-bit lane; codes are non-negative 16-bit halves, x signed ones.
-template <class D, class V>
-HWY_INLINE V PairDot(D d, V codes, V x, V sum) {
-#if KVANT_MADD
-  const hn::Repartition<std::int16_t, D> d16;
-  auto unused = hn::Zero(d);
-  return hn::ReorderWidenMulAccumulate(d, hn::BitCast(d16, codes), hn::BitCast(d16, x), sum, unused);
-#else
-  const auto even = hn::Mul(hn::And(codes, hn::Set(d, 0xFFFF)), hn::ShiftRight<16>(hn::ShiftLeft<16>(x)));
-  return hn::Add(sum, hn::Add(even, hn::Mul(hn::ShiftRight<16>(codes), hn::ShiftRight<16>(x))));
-#endif
+  (StoreTotal(a, total[A], A % kVectors, a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes), ...);
 }
 
-template <class D, class V>
-HWY_INLINE void StoreSums([[maybe_unused]] D d, V sum, float factor, float* out) {
-  const hn::RebindToFloat<D> df;
-  const auto scaled = hn::Mul(hn::ConvertTo(df, sum), hn::Set(df, factor));
-  hn::StoreU(hn::Add(hn::LoadU(df, out), scaled), df, out);
+// Sums, codes and x fit the registers: 32 with AVX-512, else 16.
+template <int kVectors>
+constexpr int tiles_at_once() {
+  return KVANT_VNNI ? (kVectors == 1 ? 4 : 2) : (kVectors <= 2 ? 2 : 1);
 }
-
-// C registers of rows against N vectors; accumulator A is register A / vectors and vector A % vectors.
-template <int kVectors, bool /*kWide: the 16-bit product is the only one here*/, class D, int... C, int... N, int... A>
-HWY_NOINLINE void DotBlock(D d, const DotArgs& a, Indices<C...>, Indices<N...>, Indices<A...>) {
-  using V = hn::VFromD<D>;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  const auto bytes = hn::Set(d, 0x00FF00FF);
-  V sum[] = {(static_cast<void>(A), hn::Zero(d))...};
-  const std::int32_t* x = a.x;
-  const std::uint8_t* quad = a.codes;
-  for (int q = 0; q < a.quads; ++q, x += 2, quad += a.quad_bytes) {
-    const auto* words = reinterpret_cast<const std::int32_t*>(quad);
-    const V codes[] = {hn::LoadU(d, words + C * lanes)...};
-    const V even[] = {hn::And(codes[C], bytes)...};
-    const V x_even[] = {hn::Set(d, x[N * a.vector_words])...};
-    ((sum[A] = PairDot(d, even[A / kVectors], x_even[A % kVectors], sum[A])), ...);
-    const V odd[] = {hn::And(hn::ShiftRight<8>(codes[C]), bytes)...};
-    const V x_odd[] = {hn::Set(d, x[N * a.vector_words + 1])...};
-    ((sum[A] = PairDot(d, odd[A / kVectors], x_odd[A % kVectors], sum[A])), ...);
-  }
-  (StoreSums(d, sum[A], a.factor[A % kVectors], a.out + (A % kVectors) * a.out_stride + (A / kVectors) * lanes), ...);
-}
-#endif
-
-// Up to kMaxVectors at a time: sums, codes and x fit the registers (32 with AVX-512, else 16).
-constexpr int kMaxVectors = 4;
 
 template <int kVectors, bool kWide>
 void DotTiles(DotArgs a, int tiles) {
-#if KVANT_VNNI
-  for (; tiles >= 2; tiles -= 2, a.codes += 2 * kGroupBytes, a.out += 2 * kLanes) {
-    DotBlock<kVectors, kWide>(a, Range<2>(), Range<kVectors>(), Range<2 * kVectors>());
+  constexpr int kTiles = tiles_at_once<kVectors>();
+  float* out = a.out;
+  for (a.tile = 0; a.tile < tiles;) {
+    const bool full = tiles - a.tile >= kTiles;
+    for (a.lane = 0; a.lane < kLanes; a.lane += kSumRows) {
+      a.out = out + a.tile * kLanes + a.lane;
+      if (full) {
+        DotBlock<kVectors, kWide>(a, Range<kTiles>(), Range<kVectors>(), Range<kTiles * kVectors>());
+      } else {
+        DotBlock<kVectors, kWide>(a, Range<1>(), Range<kVectors>(), Range<kVectors>());
+      }
+      a.ahead += a.ahead_bytes;
+    }
+    a.tile += full ? kTiles : 1;
   }
-  if (tiles == 1) DotBlock<kVectors, kWide>(a, Range<1>(), Range<kVectors>(), Range<kVectors>());
-#else
-  const hn::CappedTag<std::int32_t, 16> d;
-  constexpr int kColumns = HWY_MAX_BYTES == 64 ? 1 : 2;  // a row tile is 1, 2 or 4 registers
-  const int rows = kColumns * static_cast<int>(hn::Lanes(d));
-  for (int row = 0; row < tiles * kLanes; row += rows, a.codes += rows * kQuad, a.out += rows) {
-    DotBlock<kVectors, kWide>(d, a, Range<kColumns>(), Range<kVectors>(), Range<kColumns * kVectors>());
-  }
-#endif
 }
 
 template <bool kWide>
 void DotVectors(DotArgs a, int tiles, int vectors) {
   for (int n = 0; n < vectors;) {
-    const int count = std::min(kMaxVectors, vectors - n);
+    const int count = std::min(4, vectors - n);
     if (count == 4) DotTiles<4, kWide>(a, tiles);
     if (count == 3) DotTiles<3, kWide>(a, tiles);
     if (count == 2) DotTiles<2, kWide>(a, tiles);
     if (count == 1) DotTiles<1, kWide>(a, tiles);
     n += count;
+    a.ahead_bytes = 0;  // the first vectors ask for all of it
     a.x += count * a.vector_words;
     a.factor += count;
+    a.alpha += a.alpha != nullptr ? count : 0;
+    a.bias += a.bias != nullptr ? count : 0;
     a.out += count * a.out_stride;
   }
 }
 
-void MultiplyCodes(const CodeProduct& a) {
-  constexpr int kBlock = 4;  // row tiles
-  alignas(64) std::uint8_t codes[kMaxDepth / kQuad * kBlock * kGroupBytes];
-  const Cover cover(a);
-  for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
-    tiles = block_tiles(1, row_tiles(a.rows) - tile);
-    UnpackTiles(cover, tile, tiles, codes);
+constexpr int kMaxPlanes = 32;
+constexpr int kSumQuads = kSumDepth / kQuad;
+// Vectors up to which every plane is read in place: multiplying each plane costs less than joining them.
+constexpr int kFewVectors = 2;
+
+// The chunks of a product. Planes in `direct` are chunks of their own; the others are joined, and the depth they cover
+// is cut where the set of planes changes.
+struct Program {
+  const CodeProduct& a;
+  Cover cover;
+  std::uint64_t direct = 0;
+  int count = 0;
+  Chunk chunks[(kMaxPlanes + 2) * 16];
+
+  explicit Program(const CodeProduct& product) : a(product), cover{product} {
+    for (int i = 0; i < a.count; ++i) {
+      if (a.vectors <= kFewVectors || cover.is_alone(i)) direct |= std::uint64_t{1} << i;
+    }
+  }
+  bool joins() const { return direct != (std::uint64_t{1} << a.count) - 1; }
+
+  // Adds a chunk in pieces short enough for the sums of one chunk.
+  void add(Chunk chunk, int max_code) {
+    const int length = std::max(1, kChunkCodes / max_code);
+    for (int left = chunk.quads; left > 0; left -= length) {
+      chunk.quads = std::min(length, left);
+      chunks[count++] = chunk;
+      chunk.base += std::ptrdiff_t{length} * chunk.quad_bytes;
+      chunk.quad += length * chunk.x_words / 2;
+    }
+  }
+
+  // A group of a plane holds Q quads of x side by side: one chunk for each of them.
+  void add_plane(const CodePlane& plane, int begin, int end, int tile, int tiles) {
+    const int first = plane.first / kQuad;
+    const int block = block_tiles(plane.bits, tiles);
+    const int per_group = quads_per_group(plane.bits, block);
+    const auto* base =
+        reinterpret_cast<const std::uint8_t*>(plane.plane) + block_offset(plane.bits, a.rows, plane.depth, tile);
+    begin = std::max(begin, first);
+    end = std::min(end, first + quads(plane.depth));
+    for (int quad = begin; quad < std::min(end, begin + per_group); ++quad) {
+      const int group = (quad - first) / per_group;
+      const int position = (quad - first) % per_group * block;
+      const int max_code = (1 << plane.bits) - 1;
+      add({base + std::ptrdiff_t{group} * kGroupBytes, kGroupBytes, 2 * per_group,
+           groups(plane.bits, block, plane.depth) * kGroupBytes, block, plane.bits, position * plane.bits,
+           max_code * 0x01010101, quad, (end - quad + per_group - 1) / per_group, plane.shift,
+           std::ptrdiff_t{groups(plane.bits, block, plane.depth)} * kGroupBytes * (4 / block)},
+          max_code);
+    }
+  }
+
+  // Joined bytes of quads [begin, end), whose codes are at most max_code.
+  void add_bytes(const std::uint8_t* codes, int begin, int end, int tiles, int max_code) {
     const int quad_bytes = tiles * kGroupBytes;
-    for (int quad = 0; quad < quads(a.x_depth); quad += kSumDepth / kQuad) {
-      const DotArgs dot{codes + quad * quad_bytes,
-                        quad_bytes,
-                        std::min(kSumDepth / kQuad, quads(a.x_depth) - quad),
-                        a.x + 2 * quad,
+    Chunk chunk{
+        codes + std::ptrdiff_t{begin} * quad_bytes, quad_bytes, 2, kGroupBytes, 1, 0, 0, 0, begin, end - begin, 0, 0};
+    if (max_code <= kChunkCodes) return add(chunk, max_code);
+    chunk.mask = 0x0F0F0F0F;  // 8-bit codes do not fit the 16-bit sums of pmaddubsw: half by half
+    add(chunk, 15);
+    chunk.count = chunk.shift = 4;
+    add(chunk, 15);
+  }
+
+  // From a row block of 4 row tiles to the next one.
+  void advance() {
+    for (int i = 0; i < count; ++i) chunks[i].base += chunks[i].next_block;
+  }
+
+  // All chunks of quads [begin, end) for the row block at tile `tile`.
+  void cut(int begin, int end, int tile, int tiles, const std::uint8_t* codes) {
+    count = 0;
+    int cuts[2 * kMaxPlanes];
+    int cut_count = 0;
+    for (int i = 0; i < a.count; ++i) {
+      if ((direct >> i & 1) != 0) {
+        add_plane(a.planes[i], begin, end, tile, tiles);
+      } else {
+        cuts[cut_count++] = std::clamp(cover.first(i), begin, end);
+        cuts[cut_count++] = std::clamp(cover.end(i), begin, end);
+      }
+    }
+    std::sort(cuts, cuts + cut_count);
+    for (int c = 0; c + 1 < cut_count; ++c) {
+      if (cuts[c] == cuts[c + 1]) continue;
+      int max_code = 0;
+      for (int i = 0; i < a.count; ++i) {
+        if ((direct >> i & 1) != 0 || !cover.touches(i, cuts[c], cuts[c + 1])) continue;
+        max_code += ((1 << a.planes[i].bits) - 1) << a.planes[i].shift;
+      }
+      if (max_code > 0) add_bytes(codes, cuts[c], cuts[c + 1], tiles, max_code);
+    }
+  }
+};
+
+void MultiplyCodes(const CodeProduct& a) {
+  alignas(64) std::uint8_t codes[kMaxDepth / kQuad * 4 * kGroupBytes];
+  Program program(a);
+  // A call covers kSumRows rows of at least one row tile: shares of whole lines, the last one may reach past the end.
+  const std::size_t calls =
+      static_cast<std::size_t>(row_tiles(a.rows) * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
+  const std::size_t share = base::round_up(a.ahead.bytes / std::max<std::size_t>(calls, 1), std::size_t{kGroupBytes});
+  const std::byte* ahead = a.ahead.data;
+  for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
+    const int previous = tiles;
+    tiles = block_tiles(1, row_tiles(a.rows) - tile);
+    if (program.joins()) UnpackTiles(program.cover, program.direct, tile, tiles, codes);
+    for (int quad = 0; quad < quads(a.x_depth); quad += kSumQuads) {
+      if (previous == 4 && tiles == 4 && quads(a.x_depth) <= kSumQuads) {
+        program.advance();
+      } else {
+        program.cut(quad, std::min(quad + kSumQuads, quads(a.x_depth)), tile, tiles, codes);
+      }
+      const DotArgs dot{program.chunks,
+                        program.chunks + program.count,
+                        0,
+                        0,
+                        a.x,
                         vector_words(a.x_depth),
+                        quad == 0 ? a.start : Start::add,
                         a.factor,
+                        a.alpha,
+                        a.bias,
                         a.out + tile * kLanes,
-                        a.out_stride};
+                        a.out_stride,
+                        ahead,
+                        quad == 0 ? share : 0};
       if (a.wide) {
         DotVectors<true>(dot, tiles, a.vectors);
       } else {
         DotVectors<false>(dot, tiles, a.vectors);
       }
     }
+    ahead += share * static_cast<std::size_t>(tiles * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
   }
 }
 

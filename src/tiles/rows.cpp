@@ -17,6 +17,12 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// What to ask for next: the memory ahead, spread over the steps of the first vectors' row blocks.
+struct Fetch {
+  const std::byte* at;
+  std::size_t step;
+};
+
 template <int kColumns, class D, typename T, int... C, int... A>
 HWY_INLINE void AddRow(D d, const T* tile, const float* v, std::int64_t v_stride, hn::VFromD<D>* HWY_RESTRICT sum,
                        Indices<C...>, Indices<A...>) {
@@ -27,10 +33,12 @@ HWY_INLINE void AddRow(D d, const T* tile, const float* v, std::int64_t v_stride
 // A = vectors x columns accumulators; a column is one register of rows.
 template <int kColumns, class D, typename T, int... A>
 HWY_NOINLINE void RowBlock([[maybe_unused]] D d, const RowProduct& a, const T* tile, const float* v, float* out,
-                           Indices<A...> all) {
+                           Fetch fetch, Indices<A...> all) {
   const int lanes = static_cast<int>(hn::Lanes(d));
   hn::VFromD<D> sum[] = {hn::LoadU(d, out + (A / kColumns) * a.out_stride + (A % kColumns) * lanes)...};
   for (int k = 0; k < a.depth; ++k, tile += a.tile_stride) {
+    __builtin_prefetch(fetch.at, 0, 2);
+    fetch.at += fetch.step;
     AddRow<kColumns>(d, tile, v + k, a.v_stride, sum, Range<kColumns>(), all);
   }
   (hn::StoreU(sum[A], d, out + (A / kColumns) * a.out_stride + (A % kColumns) * lanes), ...);
@@ -44,11 +52,17 @@ void RowVectors(const RowProduct& a, int n) {
   const float* v = a.v + n * a.v_stride;
   float* out = a.out + n * a.out_stride;
   const int rows = base::round_up(a.rows, kLanes);
+  const std::size_t blocks = static_cast<std::size_t>((rows + 2 * lanes - 1) / (2 * lanes));
+  const std::size_t steps = blocks * static_cast<std::size_t>(a.depth);
+  // Without memory ahead the prefetch goes to the tile itself and costs nothing.
+  Fetch fetch{static_cast<const std::byte*>(a.tile), 0};
+  if (n == 0 && a.ahead.bytes > 0) fetch = {a.ahead.data, (a.ahead.bytes + steps - 1) / steps};
+  const std::size_t block_bytes = fetch.step * static_cast<std::size_t>(a.depth);
   int row = 0;
-  for (; row + 2 * lanes <= rows; row += 2 * lanes) {
-    RowBlock<2>(d, a, tile + row, v, out + row, Range<kVectors * 2>());
+  for (; row + 2 * lanes <= rows; row += 2 * lanes, fetch.at += block_bytes) {
+    RowBlock<2>(d, a, tile + row, v, out + row, fetch, Range<kVectors * 2>());
   }
-  for (; row < rows; row += lanes) RowBlock<1>(d, a, tile + row, v, out + row, Range<kVectors>());
+  for (; row < rows; row += lanes) RowBlock<1>(d, a, tile + row, v, out + row, fetch, Range<kVectors>());
 }
 
 template <typename T>

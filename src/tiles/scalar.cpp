@@ -22,20 +22,22 @@ void pack_x(const PackArgs& a) {
     float peak = limit * kFinestX;
     bool finite = true;
     for (int d = 0; d < a.depth; ++d) {
-      const int channel = a.index != nullptr ? a.index[d] : d;
-      a.scratch[d] = v[channel] * a.step[channel];
-      finite &= std::isfinite(a.scratch[d]);
-      peak = std::max(peak, std::fabs(a.scratch[d]));
+      const float value = v[d] * a.step[d];
+      finite &= std::isfinite(value);
+      peak = std::max(peak, std::fabs(value));
     }
-    const float inverse = finite ? limit / peak : 0.0F;
-    a.scale[n] = finite ? peak / limit : std::numeric_limits<float>::quiet_NaN();
-    float error = 0;
-    for (int d = 0; d < a.depth && finite; ++d) {
-      const float rounded = std::nearbyint(a.scratch[d] * inverse);
+    a.scale[n] = a.bias[n] = std::numeric_limits<float>::quiet_NaN();
+    if (!finite) continue;
+    a.scale[n] = peak / limit;
+    const float inverse = 1.0F / a.scale[n];
+    float bias = 0;
+    for (int d = 0; d < a.depth; ++d) {
+      const float value = v[d] * a.step[d];
+      const float rounded = std::nearbyint(value * inverse);
       out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
-      error += a.mid != nullptr ? a.mid[d] * (a.scratch[d] - rounded * a.scale[n]) : 0.0F;
+      bias += v[d] * a.min[d] + a.mid[d] * (value - rounded * a.scale[n]);
     }
-    a.bias[n] += error;
+    a.bias[n] = bias;
   }
 }
 
@@ -67,6 +69,8 @@ void multiply_codes(const CodeProduct& a) {
   for (int n = 0; n < a.vectors; ++n) {
     for (int row = 0; row < base::round_up(a.rows, kLanes); ++row) {
       float& out = a.out[n * a.out_stride + row];
+      if (a.start == Start::replace) out = a.bias[n];
+      if (a.start == Start::rescale) out = out * a.alpha[n] + a.bias[n];
       for (int begin = 0; begin < a.x_depth; begin += kSumDepth) {
         std::int64_t sum = 0;
         for (int i = 0; i < a.count; ++i) {

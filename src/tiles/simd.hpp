@@ -13,17 +13,17 @@
 
 // AVX3_DL is Highway's name for the AVX-512 generation with VNNI.
 #undef KVANT_VNNI
-#undef KVANT_MADD
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
 #define KVANT_VNNI 1
 #else
 #define KVANT_VNNI 0
 #endif
-// pmaddwd adds neighbouring products and keeps lanes in place; other architectures' widening products reorder lanes.
-#if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
-#define KVANT_MADD 1
+#undef KVANT_MADDUBS
+// pmaddubsw, from SSSE3 on.
+#if HWY_ARCH_X86 && !KVANT_VNNI && HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
+#define KVANT_MADDUBS 1
 #else
-#define KVANT_MADD 0
+#define KVANT_MADDUBS 0
 #endif
 
 HWY_BEFORE_NAMESPACE();

@@ -72,6 +72,12 @@ def test_missing_inputs(kvant, model, text, tmp_path):
     assert kvant("compare", "-m", model, "-f", text, "--json", "--markdown").returncode == USAGE
 
 
+def test_too_few_positions_are_said_before_anything_runs(kvant, model, text):
+    done = kvant("compare", "-m", model, "-f", text, "--recipes", "stock:q8_0", "-c", 128, "--chunks", 1)
+    assert done.returncode == USAGE
+    assert "64 positions" in done.stderr and "100" in done.stderr
+
+
 def test_no_space_is_said_before_anything_runs(kvant, model, text):
     done = kvant("compare", "-m", model, "-f", text, "--recipes", "stock:q8_0", "-c", 1 << 20, "--chunks", 1 << 20)
     assert done.returncode == IO

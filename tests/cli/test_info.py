@@ -34,8 +34,11 @@ def test_machine(kvant):
     result = json.loads(kvant("info", "--json").stdout)
     assert result["kernel"] in result["kernels"] and result["kernels"][-1] == "scalar"
     assert {"f16", "kivi", "kitty"} <= {method["name"] for method in result["methods"]}
+    assert [preset["name"] for preset in result["presets"]] == ["small", "balanced", "near-lossless"]
     for method in result["methods"]:
         assert method["default_recipe"] in text
+    for preset in result["presets"]:
+        assert preset["recipe"] in text
 
 
 def test_forced_kernel(kvant):
@@ -154,7 +157,7 @@ def test_huge_counts_are_refused_without_allocating(info):
     assert info(bytes(whole))[0].returncode == BAD_INPUT
 
 
-@pytest.mark.parametrize("recipe", ["f16", "kivi:k=4,v=4", "kivi:k=2,v=2,page=32,window=0", "kitty"])
+@pytest.mark.parametrize("recipe", ["f16", "kivi:k=4,v=4", "kivi:k=2,v=2,page=32,window=0", "kitty", "waterfill"])
 def test_estimate_agrees_with_a_live_run(kvant, model, text, tmp_path, recipe):
     """Within 1 % of what the plug-in holds once the context is full."""
     status_path = tmp_path / "status.json"

@@ -73,8 +73,8 @@ inline std::vector<double> rotated(const std::vector<double>& row, int block) {
   return result;
 }
 
-// Compares a page that was just sealed with its rows before. Exact cells are unchanged; on range grids every value stays
-// within half a step, fitted grids have no more squared error than that.
+// Compares a page that was just sealed with its rows before. Exact cells are unchanged; on range grids every value
+// stays within half a step, fitted grids have no more squared error than that.
 class SealCheck {
  public:
   SealCheck(const PageStore& store, std::int64_t page, const Snapshot& before, const Snapshot& after)

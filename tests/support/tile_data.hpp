@@ -62,27 +62,25 @@ inline Plane pack(const tiles::Kernels& set, const Codes& codes, int bits, int s
   return plane;
 }
 
-// x = v * step as one kernel set packs it.
+// x = v * step as one kernel set packs it, with min 1 everywhere.
 struct PackedX {
   std::vector<std::int32_t> words;
   std::vector<float> scale;
   std::vector<float> bias;
 };
 
-inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, int vectors, int channels,
-                      const std::vector<float>& step, bool wide, float mid,
-                      const std::vector<std::uint16_t>& index = {}) {
-  const int depth = index.empty() ? channels : static_cast<int>(index.size());
+inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, int vectors, int depth,
+                      const std::vector<float>& step, bool wide, float mid) {
   const auto n = static_cast<std::size_t>(vectors);
   PackedX x{std::vector<std::int32_t>(tiles::packed_words(depth, vectors), 0x7E7E7E7E), std::vector<float>(n),
             std::vector<float>(n, 10.0F)};
-  std::vector<float> scratch(static_cast<std::size_t>(base::round_up(depth, 32)));
-  std::vector<float> mids(scratch.size(), mid);
+  const std::vector<float> mids(static_cast<std::size_t>(base::round_up(depth, 32)), mid);
+  const std::vector<float> mins(static_cast<std::size_t>(depth), 1.0F);
   tiles::PackArgs args;
   args.v = v.data();
-  args.v_stride = channels;
+  args.v_stride = depth;
   args.step = step.data();
-  args.index = index.empty() ? nullptr : index.data();
+  args.min = mins.data();
   args.depth = depth;
   args.vectors = vectors;
   args.wide = wide;
@@ -90,7 +88,6 @@ inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, in
   args.x = x.words.data();
   args.scale = x.scale.data();
   args.bias = x.bias.data();
-  args.scratch = scratch.data();
   set.pack_x(args);
   return x;
 }
@@ -102,7 +99,20 @@ inline std::vector<float> multiply(const tiles::Kernels& set, Plane& plane, int 
   const int stride = base::round_up(rows, tiles::kLanes);
   std::vector<float> out(static_cast<std::size_t>(vectors * stride), start);
   const tiles::CodePlane whole{plane.data(), bits, 0, 0, depth};
-  set.multiply_codes({&whole, 1, rows, x.words.data(), depth, vectors, wide, factor.data(), out.data(), stride});
+  set.multiply_codes({&whole,
+                      1,
+                      rows,
+                      x.words.data(),
+                      depth,
+                      vectors,
+                      wide,
+                      factor.data(),
+                      out.data(),
+                      stride,
+                      tiles::Start::add,
+                      nullptr,
+                      nullptr,
+                      {}});
   return out;
 }
 

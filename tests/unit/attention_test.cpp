@@ -11,7 +11,10 @@ using testing::ForcedKernel;
 using testing::o1_error;
 
 // The recipes whose tiles differ in kind; widths are covered one by one below.
-const char* const kRecipes[] = {"f16", "kivi:k=2,v=2", "kivi:k=3,v=3,sink=4,window=0", "kivi:k=4,v=4,window=32",
+const char* const kRecipes[] = {"f16",
+                                "kivi:k=2,v=2",
+                                "kivi:k=3,v=3,sink=4,window=0",
+                                "kivi:k=4,v=4,window=32",
                                 "kitty:boost=0.25,window=0",
                                 "waterfill:k=2.5,v=2,sink=4,window=0",
                                 "waterfill:k=3,v=3,high=6,shared=1,window=32,page=64",

@@ -85,7 +85,7 @@ TEST(Bytes, FallAfterTrimAndClear) {
       EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
       const std::size_t full = cache.bytes().total();
       cache.trim(1000);
-      EXPECT_LT(cache.bytes().total(), full * 6 / 10) << recipe;
+      EXPECT_LT(cache.bytes().total(), full * 65 / 100) << recipe;  // a reopened page is in it
       EXPECT_NEAR(said(), held(), 0.01 * held()) << recipe;
       cache.clear();
       EXPECT_EQ(cache.bytes().total(), cache.bytes().tables) << recipe;

@@ -1,5 +1,5 @@
-// One sealed page per recipe, byte for byte as it was first written: tests/data/pages/NAME.page. A change here is a change
-// of the format (docs/format.md) or of what an encoder decides.
+// One sealed page per recipe, byte for byte as it was first written: tests/data/pages/NAME.page. A change here is a
+// change of the format (docs/format.md) or of what an encoder decides.
 #include <gtest/gtest.h>
 
 #include <fstream>

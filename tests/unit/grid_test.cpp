@@ -1,7 +1,8 @@
 // Least-squares grids, their sums and the Hadamard rotation, for every kernel set.
+#include "cache/grid.hpp"
+
 #include <gtest/gtest.h>
 
-#include "cache/grid.hpp"
 #include "support/data.hpp"
 
 namespace kvant {
@@ -112,7 +113,7 @@ Coded code_row(const std::vector<float>& x, DType dtype, bool least_squares, int
 
 std::vector<float> row_of(DType dtype, std::uint32_t seed, int n) {
   auto x = testing::random_floats(static_cast<std::size_t>(n), seed, std::exp2(static_cast<float>(seed % 13) - 6));
-  const float offset = seed % 3 == 0 ? 20.0F : 0.0F;
+  const float offset = seed % 5 == 0 ? 20.0F : 0.0F;
   for (float& value : x) value = testing::rounded_to(dtype, value + offset);
   return x;
 }
@@ -129,7 +130,7 @@ TEST(RowCoder, LeastSquaresIsNeverWorseThanTheRange) {
       EXPECT_LE(b.error, a.error * 1.0001 + 1e-12) << seed;
       EXPECT_EQ(testing::rounded_to(dtype, b.grid.min), b.grid.min);
       EXPECT_EQ(testing::rounded_to(dtype, b.grid.max), b.grid.max);
-      if (levels == 1 && seed % 3 != 0) {
+      if (levels == 1 && seed % 5 != 0) {
         range += a.error;
         line += b.error;
       }

@@ -40,8 +40,8 @@ void key_tile(const KeyRecipe& part, TileSpec& spec) {
   spec.least_squares = keys.grid == Grid::least_squares;
 }
 
-// What a channel's error does to the scores: its range, which its step is a fraction of, and how much the queries look at
-// it. Ranges alone where no query was seen, or none that had anything but zeros.
+// What a channel's error does to the scores: its range, which its step is a fraction of, and how much the queries look
+// at it. Ranges alone where no query was seen, or none that had anything but zeros.
 void choose_widths(const KeyRecipe&, const KeyPage& page, std::uint8_t* widths) {
   std::vector<double> energy(static_cast<std::size_t>(page.channels()));
   double seen = 0;

@@ -1,0 +1,139 @@
+// The integer dot product of one instruction set, as the products of src/tiles/product.cpp see it: a register holds one
+// 32-bit word per row, four codes (unsigned bytes) or four bytes of x (signed), and a sum per row. Included once per
+// target, hence the toggled guard.
+#if defined(KVANT_TILES_DOT_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef KVANT_TILES_DOT_HPP
+#undef KVANT_TILES_DOT_HPP
+#else
+#define KVANT_TILES_DOT_HPP
+#endif
+
+#include <limits>
+
+#include "hwy/highway.h"
+#include "tiles/simd.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvant::tiles::HWY_NAMESPACE {
+
+#undef KVANT_DOT_ATTR
+#if KVANT_VNNI
+// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler.
+#define KVANT_DOT_ATTR __attribute__((target("avx512vnni")))
+using Sum = int __attribute__((vector_size(64)));  // not __m512i: GCC keeps arrays of may_alias types in memory
+using Total = Sum;
+using Codes = __m512i;
+constexpr int kSumRows = 16;
+
+KVANT_DOT_ATTR HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
+  return _mm512_loadu_si512(codes);
+}
+KVANT_DOT_ATTR HWY_INLINE Codes Spread(std::int32_t word) {
+  return _mm512_set1_epi32(word);
+}
+// (codes >> count) & mask, the count in every lane
+KVANT_DOT_ATTR HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
+  return _mm512_and_si512(_mm512_srlv_epi32(codes, count), mask);
+}
+KVANT_DOT_ATTR HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
+  return reinterpret_cast<Sum>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
+}
+KVANT_DOT_ATTR HWY_INLINE Total ZeroTotal() {
+  return Total{};
+}
+template <bool kWide>
+KVANT_DOT_ATTR HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
+  return total + ((kWide ? high * 256 + low : high) << shift);
+}
+// What the codes of one chunk may add up to, one depth quad counted once with its largest code.
+constexpr int kChunkCodes = std::numeric_limits<int>::max();
+#else
+#define KVANT_DOT_ATTR
+using D32 = hwy::HWY_NAMESPACE::CappedTag<std::int32_t, 16>;
+using Total = hwy::HWY_NAMESPACE::Vec<D32>;
+using Codes = Total;
+constexpr int kSumRows = HWY_MAX_BYTES / 4;  // every target here has vectors of a fixed size up to 64 bytes
+
+HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
+  return hwy::HWY_NAMESPACE::LoadU(D32(), reinterpret_cast<const std::int32_t*>(codes));
+}
+HWY_INLINE Codes Spread(std::int32_t word) {
+  return hwy::HWY_NAMESPACE::Set(D32(), word);
+}
+HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::RebindToUnsigned<D32> du;
+#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2
+  const auto field = hn::ShiftRightSame(hn::BitCast(du, codes), hn::GetLane(count));  // no shift per lane there
+#else
+  const auto field = hn::Shr(hn::BitCast(du, codes), hn::BitCast(du, count));
+#endif
+  return hn::And(hn::BitCast(D32(), field), mask);
+}
+HWY_INLINE Total ZeroTotal() {
+  return hwy::HWY_NAMESPACE::Zero(D32());
+}
+#if KVANT_MADDUBS
+using Sum = short __attribute__((vector_size(HWY_MAX_BYTES)));  // 16-bit pairs; as above, no may_alias type
+HWY_INLINE __m128i MulPairs(__m128i codes, __m128i x) {
+  return _mm_maddubs_epi16(codes, x);
+}
+#if HWY_TARGET <= HWY_AVX2
+HWY_INLINE __m256i MulPairs(__m256i codes, __m256i x) {
+  return _mm256_maddubs_epi16(codes, x);
+}
+#endif
+#if HWY_TARGET <= HWY_AVX3
+HWY_INLINE __m512i MulPairs(__m512i codes, __m512i x) {
+  return _mm512_maddubs_epi16(codes, x);
+}
+#endif
+
+// 16-bit sums of two depth indices each: 8 multiply-adds per instruction and 32-bit lane, as long as they do not
+// overflow (kChunkCodes).
+HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
+  sum += reinterpret_cast<Sum>(MulPairs(codes.raw, x.raw));
+  asm("" : "+x"(sum));  // GCC 12 would compute all products first and then run out of registers
+  return sum;
+}
+// a[0] * factor + a[1] * factor per 32-bit lane
+HWY_INLINE Total AddPairs(Sum sums, std::int16_t factor) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::Repartition<std::int16_t, D32> d16;
+  const hn::Vec<decltype(d16)> pairs{reinterpret_cast<decltype(Total::raw)>(sums)};
+  auto unused = hn::Zero(D32());
+  return hn::ReorderWidenMulAccumulate(D32(), pairs, hn::Set(d16, factor), hn::Zero(D32()), unused);
+}
+template <bool kWide>
+HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const Total sum = kWide ? hn::Add(AddPairs(high, 256), AddPairs(low, 1)) : AddPairs(high, 1);
+  return hn::Add(total, hn::ShiftLeftSame(sum, shift));
+}
+// Two depth indices of a quad share a 16-bit sum: 2 * 128 * code each, 256 * 127 = 32512 in all.
+constexpr int kChunkCodes = 127;
+#else
+using Sum = int __attribute__((vector_size(HWY_MAX_BYTES)));
+// Byte by byte: no special instruction, no overflow.
+HWY_INLINE Sum AddDot(Sum before, Codes codes, Codes x) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  Total sum{before};
+  const auto byte = hn::Set(D32(), 0xFF);
+  sum = hn::Add(sum, hn::Mul(hn::And(codes, byte), hn::ShiftRight<24>(hn::ShiftLeft<24>(x))));
+  sum = hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<8>(codes), byte), hn::ShiftRight<24>(hn::ShiftLeft<16>(x))));
+  sum = hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<16>(codes), byte), hn::ShiftRight<24>(hn::ShiftLeft<8>(x))));
+  return hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<24>(codes), byte), hn::ShiftRight<24>(x)));
+}
+template <bool kWide>
+HWY_INLINE Sum Join(Sum total, Sum high, Sum low, int shift) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const Sum sum = kWide ? hn::Add(hn::ShiftLeft<8>(high), low) : high;
+  return hn::Add(total, hn::ShiftLeftSame(sum, shift));
+}
+constexpr int kChunkCodes = std::numeric_limits<int>::max();
+#endif
+#endif
+
+}  // namespace kvant::tiles::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif
