@@ -210,8 +210,6 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
   std::vector<double> row_sums(impl.query_sums.size());
   if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
   if (impl.query_sums.empty()) return;
-    }
-  }
   const std::int64_t last = queries.extent[1] - 1;
   for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
     if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0);
