@@ -5,7 +5,7 @@
 namespace kvant::cache {
 namespace {
 
-constexpr double kShare = 0.05;  // of recent probes, and of random ones (ZipCache, section 4.2)
+constexpr double kShare = 0.05;  // of recent probes, and of random ones (ZipCache's)
 constexpr std::uint64_t kSeed = 0x5A69704361636865U;
 
 // SplitMix64: a bijection of the clock whose upper bits are as good as random.

@@ -1,4 +1,4 @@
-// Which tokens of a page are salient (ZipCache, arXiv 2405.14256, section 4), decided when the page is sealed.
+// Which tokens of a page are salient (ZipCache, arXiv 2405.14256), decided when the page is sealed.
 #pragma once
 
 #include <span>
