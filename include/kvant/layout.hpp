@@ -41,8 +41,8 @@ struct TileLayout {
   std::size_t counts_offset = 0;
   int low = 0;  // widths of a page, low..high
   int high = 0;
-  int budget = 0;              // sum of the widths of all fours
-  int rotation = 1;            // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  int budget = 0;    // sum of the widths of all fours
+  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
   // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
   bool channel_factors = false;
   std::size_t factor_offset = 0;
@@ -55,8 +55,9 @@ struct PageLayout {
   TileLayout key;
   TileLayout key_rest;  // the other tokens where salient ones are a tile of their own; else rows is 0
   TileLayout value;
-  // Tokens of a page lie in an order of its own, per head: first those that count as salient, each class ascending. `page`
-  // bytes from the start of the head's block say which token is where. 0: tokens lie in cell order, no such bytes.
+  // Tokens of a page lie in an order of its own, per head: first those that count as salient, each class ascending.
+  // `page` bytes from the start of the head's block say which token is where. 0: tokens lie in cell order, no such
+  // bytes.
   int salient = 0;
   std::size_t tokens_offset = 0;
   std::size_t head_bytes = 0;

@@ -28,7 +28,8 @@ void copy_token(const CacheShape& shape, const RowsLayout& source, const std::by
   }
 }
 
-// Errors of rotated or divided values grow when that is undone: next to the end of the type's range they could leave it.
+// Errors of rotated or divided values grow when that is undone: next to the end of the type's range they could leave
+// it.
 void clamp_to(DType dtype, std::vector<float>& values) {
   const float limit = base::largest_stored(dtype);
   for (float& value : values) value = std::clamp(value, -limit, limit);

@@ -1,9 +1,9 @@
 // Queries that a store keeps to tell which tokens of a page are salient.
 //
-// The probes of a page are those among the queries that came while it was filled and while the recent window behind it was:
-// the last 5 % of that span, and 5 % at random. Older queries cannot see any of its tokens. A query is known by its clock,
-// the store's count of rows when the key of its token was written; the random ones are a hash of the clock. So which
-// queries are probes, and which of them a page sees, does not depend on how tokens arrived in calls.
+// The probes of a page are those among the queries that came while it was filled and while the recent window behind it
+// was: the last 5 % of that span, and 5 % at random. Older queries cannot see any of its tokens. A query is known by
+// its clock, the store's count of rows when the key of its token was written; the random ones are a hash of the clock.
+// So which queries are probes, and which of them a page sees, does not depend on how tokens arrived in calls.
 #pragma once
 
 #include <cstddef>

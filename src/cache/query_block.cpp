@@ -354,7 +354,8 @@ void QueryBlock::score_page(const Page& page, int cells) {
     const TileView view(store_.layout, *tile, block, head_);
     pack_tile(view, queries_, query_stride_);
     // The padding of its rows is written too: places that the next tile fills, or such behind the page.
-    multiply_tile(view, tiles::Start::replace, first == 0 ? ahead_key_ : tiles::Ahead(), scores_ + first, score_stride_);
+    multiply_tile(view, tiles::Start::replace, first == 0 ? ahead_key_ : tiles::Ahead(), scores_ + first,
+                  score_stride_);
     first += tile->rows;
   }
   const ExactRows& exact = page.sealed->exact;

@@ -40,8 +40,8 @@ class QueryBlock {
   // Brings the output together; after the last page.
   void finish();
 
-  // For probes, where only log-sum-exps matter: the same without values, over the cells of a page that were written when
-  // the store's row count was clocks[row] or less, one per query row; all of a sealed page.
+  // For probes, where only log-sum-exps matter: the same without values, over the cells of a page that were written
+  // when the store's row count was clocks[row] or less, one per query row; all of a sealed page.
   void add_scores(std::int64_t page, const std::int64_t* clocks);
   // Logits of one open page, without softcap and mask: [vectors] rows of as many floats as `cells`, by cell.
   void score_open(std::int64_t page, int cells) { score_page(store_.pages[static_cast<std::size_t>(page)], cells); }
@@ -103,8 +103,8 @@ class QueryBlock {
   std::int64_t query_stride_ = 0;
   std::int64_t output_stride_ = 0;
   std::int64_t score_stride_ = 0;  // a page; with two key tiles 16 more, the padding of the second one's rows
-  float* queries_ = nullptr;  // [vectors][key_dim], scaled
-  float* scores_ = nullptr;   // [vectors][page], of a sealed page by place, of an open one by cell
+  float* queries_ = nullptr;       // [vectors][key_dim], scaled
+  float* scores_ = nullptr;        // [vectors][page], of a sealed page by place, of an open one by cell
   Mixed plain_;
   Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
   float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells

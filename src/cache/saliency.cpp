@@ -16,7 +16,8 @@ constexpr std::int64_t kBlockVectors = 96;  // as attention has
 // One KV head's queries of some probes, as attention wants them.
 class ProbeBlocks {
  public:
-  ProbeBlocks(const PageStore::Impl& store, int head, std::span<const std::size_t> probes) : store_(store), head_(head) {
+  ProbeBlocks(const PageStore::Impl& store, int head, std::span<const std::size_t> probes)
+      : store_(store), head_(head) {
     const Probes& all = *store.probes;
     heads_ = all.query_heads();
     for (const std::size_t i : probes) {

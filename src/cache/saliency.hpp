@@ -11,9 +11,9 @@ namespace kvant::cache {
 // Indices of the page's probes among those of the store; the page is open and full.
 std::vector<std::size_t> probes_of(const PageStore::Impl& store, std::int64_t page);
 
-// Normalised attention to each token of an open page, for one KV head: the softmax probabilities that the probes' queries of
-// all heads of the group give it, summed up and divided by the number of probes that can see it; 0 where none can.
-// Log-sum-exps that the host did not give are computed here, over all cells as they are stored now.
+// Normalised attention to each token of an open page, for one KV head: the softmax probabilities that the probes'
+// queries of all heads of the group give it, summed up and divided by the number of probes that can see it; 0 where
+// none can. Log-sum-exps that the host did not give are computed here, over all cells as they are stored now.
 std::vector<double> attention_saliency(const PageStore::Impl& store, std::int64_t page, int head,
                                        std::span<const std::size_t> probes);
 

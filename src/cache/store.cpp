@@ -164,8 +164,8 @@ bool PageStore::Impl::order_tokens(std::int64_t page, const CellSet& skip, int t
   const std::vector<std::size_t> seeing = probes ? cache::probes_of(*this, page) : std::vector<std::size_t>();
   base::parallel_for(shape.kv_heads, threads, [&](std::int64_t item, int) {
     const int head = static_cast<int>(item);
-    const std::vector<double> scores = seeing.empty() ? cache::norm_saliency(*this, page, head)
-                                                      : cache::attention_saliency(*this, page, head, seeing);
+    const std::vector<double> scores =
+        seeing.empty() ? cache::norm_saliency(*this, page, head) : cache::attention_saliency(*this, page, head, seeing);
     cache::store_token_order(layout, scores, skip, head, block);
   });
   return probes && seeing.empty();

@@ -130,7 +130,8 @@ void PageStore::Impl::drop_probes() {
   probes->keep_if(ProbeFilter(*this));
 }
 
-// A query whose cell is in no open page counts as that of the row just written: the last rows belong to the last queries.
+// A query whose cell is in no open page counts as that of the row just written: the last rows belong to the last
+// queries.
 void PageStore::Impl::keep_probes(std::span<const std::int64_t> cells, const ConstView& queries,
                                   const QueryScores& scores) {
   const ProbeFilter filter(*this);
@@ -152,10 +153,9 @@ void PageStore::Impl::keep_probes(std::span<const std::int64_t> cells, const Con
     probes->add(clock);
     const std::span<float> query = probes->query(probes->size() - 1);
     for (std::int64_t i = 0; i < heads * shape.key_dim; ++i) {
-      query[static_cast<std::size_t>(i)] =
-          base::load_float(queries.data, queries.type,
-                           row * queries.stride[0] + i / shape.key_dim * queries.stride[1] +
-                               i % shape.key_dim * queries.stride[2]);
+      query[static_cast<std::size_t>(i)] = base::load_float(
+          queries.data, queries.type,
+          row * queries.stride[0] + i / shape.key_dim * queries.stride[1] + i % shape.key_dim * queries.stride[2]);
     }
     if (scores.lse != nullptr) {
       std::copy_n(scores.lse + row * heads, heads, probes->lse(probes->size() - 1).begin());
@@ -164,8 +164,8 @@ void PageStore::Impl::keep_probes(std::span<const std::int64_t> cells, const Con
   probes->keep_if(filter);
 }
 
-// This store's clock goes on where the other one's is, so that probes keep theirs: the rows copied last are taken for those
-// written last.
+// This store's clock goes on where the other one's is, so that probes keep theirs: the rows copied last are taken for
+// those written last.
 void PageStore::Impl::take_probes(const Impl& from) {
   if (!probes || probes->size() > 0 || from.probes->size() == 0) return;
   probes = from.probes;

@@ -56,7 +56,8 @@ inline std::vector<bool> salient_tokens(const PageStore& store, std::int64_t pag
 
 inline int value_bits(const Recipe& recipe, bool salient) {
   if (const auto* kivi = std::get_if<KiviValues>(&recipe.value)) return kivi->bits;
-  if (const auto* zipcache = std::get_if<ZipcacheValues>(&recipe.value)) return salient ? zipcache->high : zipcache->low;
+  if (const auto* zipcache = std::get_if<ZipcacheValues>(&recipe.value))
+    return salient ? zipcache->high : zipcache->low;
   return std::get<WaterfillValues>(recipe.value).bits;
 }
 
@@ -185,7 +186,8 @@ class SealCheck {
       const int bits = value_bits(store_.recipe(), salient_[head][static_cast<std::size_t>(t)]);
       return detail::half_step(*min, *max, bits, shape_.dtype) + rounding;
     };
-    if (!tile.channel_factors) return compare(from, to, limit(static_cast<std::size_t>(first_head)), tile.least_squares);
+    if (!tile.channel_factors)
+      return compare(from, to, limit(static_cast<std::size_t>(first_head)), tile.least_squares);
     for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
       const auto part = [&](const std::vector<double>& all) {
         const auto begin = all.begin() + static_cast<std::ptrdiff_t>(h * channels);

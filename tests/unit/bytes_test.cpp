@@ -51,8 +51,8 @@ TEST(Bytes, EqualTheAllocatorsCount) {
 
 // Sealed bytes follow from the layout alone: what `kvant info` estimates is what is allocated (D56).
 TEST(Faults, D56_LayoutPredictsSealedBytes) {
-  for (const char* recipe : {"kivi:k=4,v=4,window=0", "kitty:window=0,sink=0", "waterfill:window=0,sink=0,shared=1",
-                             "zipcache:window=0"}) {
+  for (const char* recipe :
+       {"kivi:k=4,v=4,window=0", "kitty:window=0,sink=0", "waterfill:window=0,sink=0,shared=1", "zipcache:window=0"}) {
     const CacheShape shape{8, 128, 128, DType::f16};
     Cache cache(parse_recipe(recipe), shape);
     const auto rows = testing::random_floats(std::size_t{1024} * 8 * 128, 3);

@@ -68,7 +68,8 @@ TEST_P(Invariance, OneCallChunksOrOneByOne) {
 TEST_P(Invariance, TrimsInsideTheWindowLeaveNoTrace) {
   const std::int64_t window = parse_recipe(GetParam()).window;
   if (window == 0) return;  // any trim would be too deep
-  // Salient tokens are told by the queries of the window, which rejected drafts that seal a page early have taken part in.
+  // Salient tokens are told by the queries of the window, which rejected drafts that seal a page early have taken part
+  // in.
   if (testing::filled(GetParam(), make_rows(kShape, 1)).store().impl().probes) return;
   const Rows rows = make_rows(kShape, 500, 3);
   const Rows drafts = make_rows(kShape, 500, 4);

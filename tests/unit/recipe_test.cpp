@@ -90,15 +90,17 @@ TEST(Recipe, BothSidesOfZipcacheShareTheirClasses) {
   EXPECT_EQ(to_text(parse_recipe("k=zipcache,v=kivi:3,salient=0.25")),
             "k=zipcache,v=kivi:3,salient=0.25,saliency=attention,high=4,low=2,sink=0,window=128,page=128,x=16");
   // `low` and `high` are those of the keys, whatever they are.
-  EXPECT_EQ(to_text(parse_recipe("k=waterfill:3,v=zipcache,low=2,high=4,vlow=1")),
-            "k=waterfill:3,v=zipcache,low=2,high=4,grid=ls,salient=0.6,saliency=attention,vhigh=4,vlow=1,sink=0,window=128,"
-            "page=128,x=16");
+  EXPECT_EQ(
+      to_text(parse_recipe("k=waterfill:3,v=zipcache,low=2,high=4,vlow=1")),
+      "k=waterfill:3,v=zipcache,low=2,high=4,grid=ls,salient=0.6,saliency=attention,vhigh=4,vlow=1,sink=0,window=128,"
+      "page=128,x=16");
   Recipe apart = both;
   std::get<ZipcacheKeys>(apart.key).salient = 0.5;
   expect_error(ErrorCode::invalid_argument, {"salient", "one set"}, [&] { validate(apart); });
   expect_error(ErrorCode::invalid_argument, {"salient", "'0'", "above 0"}, [] { parse_recipe("zipcache:salient=0"); });
   expect_error(ErrorCode::invalid_argument, {"salient", "'1'"}, [] { parse_recipe("k=kivi,v=zipcache,salient=1"); });
-  expect_error(ErrorCode::invalid_argument, {"saliency", "'random'", "norm"}, [] { parse_recipe("zipcache:saliency=random"); });
+  expect_error(ErrorCode::invalid_argument, {"saliency", "'random'", "norm"},
+               [] { parse_recipe("zipcache:saliency=random"); });
   expect_error(ErrorCode::invalid_argument, {"high", "'2'", "3 to 6"}, [] { parse_recipe("zipcache:high=2"); });
   expect_error(ErrorCode::invalid_argument, {"vlow", "'5'"}, [] { parse_recipe("zipcache:vlow=5"); });
 }
@@ -312,10 +314,11 @@ TEST(Layout, BitsPerValueEqualHandComputedFigures) {
       {"waterfill:k=2.5,v=2", 128, 8.0 * (5824 + 4608) / (128 * 256)},
       {"waterfill:k=2.5,v=2", 64, 8.0 * (2944 + 2560) / (128 * 128)},
       {"waterfill:k=3,v=3,shared=1", 128, 8.0 * (2 * (6848 + 6144) + 512) / (2 * 128 * 256)},
-      // A head: 77 salient tokens in 80 rows of 4 bits and 51 in 64 of 2, two grids of 128 channels; values 128 x 2 bits and 80 x
-      // 2 more, 128 factors; the order. Then the grid of 128 tokens over both heads.
+      // A head: 77 salient tokens in 80 rows of 4 bits and 51 in 64 of 2, two grids of 128 channels; values 128 x 2
+      // bits and 80 x 2 more, 128 factors; the order. Then the grid of 128 tokens over both heads.
       {"zipcache", 128, 8.0 * (2 * (5120 + 512 + 2048 + 512 + 4096 + 2560 + 256 + 128) + 512) / (2 * 128 * 256)},
-      {"zipcache:salient=0.625", 128, 8.0 * (2 * (5120 + 512 + 1536 + 512 + 4096 + 2560 + 256 + 128) + 512) / (2 * 128 * 256)},
+      {"zipcache:salient=0.625", 128,
+       8.0 * (2 * (5120 + 512 + 1536 + 512 + 4096 + 2560 + 256 + 128) + 512) / (2 * 128 * 256)},
       {"f16", 128, 16},
   };
   for (const Figure& figure : figures) {
@@ -327,8 +330,9 @@ TEST(Layout, BitsPerValueEqualHandComputedFigures) {
 }
 
 TEST(Layout, EverythingInsideAPageIsAlignedAndApart) {
-  for (const char* text : {"kivi:k=3,v=5", "kitty:boost=0.1,v=3", "kitty:boost=0.3,page=32", "kivi:k=7,v=1,page=256",
-                           "waterfill:k=3,v=3,shared=1", "waterfill:page=32", "zipcache", "k=zipcache,v=kivi,page=32"}) {
+  for (const char* text :
+       {"kivi:k=3,v=5", "kitty:boost=0.1,v=3", "kitty:boost=0.3,page=32", "kivi:k=7,v=1,page=256",
+        "waterfill:k=3,v=3,shared=1", "waterfill:page=32", "zipcache", "k=zipcache,v=kivi,page=32"}) {
     for (const DType dtype : {DType::f16, DType::f32}) {
       for (const int dim : {1, 5, 40, 72, 80, 128, 1017}) {
         if (std::string(text).starts_with("waterfill") && dim % 4 != 0) continue;

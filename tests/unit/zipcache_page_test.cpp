@@ -31,8 +31,8 @@ double dot(const float* a, const float* b, int n) {
   return sum;
 }
 
-// Normalised attention to the tokens of a page: probabilities over the keys as they were when the page was sealed, that is
-// decoded before the page and exact from it on.
+// Normalised attention to the tokens of a page: probabilities over the keys as they were when the page was sealed, that
+// is decoded before the page and exact from it on.
 std::vector<double> expected_saliency(const Rows& rows, const Cache& cache, std::int64_t page, int head) {
   const Recipe& recipe = cache.recipe();
   const int dim = rows.shape.key_dim;
@@ -63,7 +63,8 @@ std::vector<double> expected_saliency(const Rows& rows, const Cache& cache, std:
 }
 
 // The set has the right size, and no token outside beats one inside by more than what float arithmetic may differ.
-void expect_largest(const std::vector<bool>& salient, const std::vector<double>& scores, int count, std::int64_t first_ranked = 0) {
+void expect_largest(const std::vector<bool>& salient, const std::vector<double>& scores, int count,
+                    std::int64_t first_ranked = 0) {
   double least = 1e300, most = -1e300;
   for (std::size_t i = static_cast<std::size_t>(first_ranked); i < scores.size(); ++i) {
     salient[i] ? least = std::min(least, scores[i]) : most = std::max(most, scores[i]);
@@ -119,7 +120,8 @@ TEST(Zipcache, LogSumExpsOfTheHostAreTakenAsTheyAre) {
   for (int t = 0; t < 64; ++t) {
     double sum = 0;
     for (int g = 0; g < kGroup; ++g) {
-      const double logit = dot(rows.queries.data() + (159 * kGroup + g) * 32, rows.keys.data() + t * 32, 32) / std::sqrt(32);
+      const double logit =
+          dot(rows.queries.data() + (159 * kGroup + g) * 32, rows.keys.data() + t * 32, 32) / std::sqrt(32);
       sum += std::exp(logit - lse[static_cast<std::size_t>(159 * kGroup + g)]);
     }
     int seeing = 0;
@@ -295,8 +297,8 @@ TEST(Zipcache, ForgedOrdersAndProbesAreRefused) {
   };
   const auto start = static_cast<std::size_t>(found - image.begin());
   const std::size_t order = start + cache.store().layout().tokens_offset;
-  refused(order, std::byte{32});            // no token of the page
-  refused(order, image[order + 1]);         // one twice
+  refused(order, std::byte{32});     // no token of the page
+  refused(order, image[order + 1]);  // one twice
   refused(order + 20, image[order + 21]);
   refused(start + cache.store().layout().value.factor_offset + 1, std::byte{0x7C});  // an infinite factor
 }

@@ -11,8 +11,8 @@ constexpr int kMostLow = 4;
 constexpr int kMostGap = 4;
 constexpr int kMostHigh = kMostLow + kMostGap;
 
-// Keys and values have the same options; only the widths of the values have names of their own, because `low` and `high`
-// of other keys (waterfill) may stand beside them.
+// Keys and values have the same options; only the widths of the values have names of their own, because `low` and
+// `high` of other keys (waterfill) may stand beside them.
 template <typename Part, typename Options>
 void add_options(Side<Part>& side, bool (*set)(Part&, std::string_view, std::string_view), const char* high,
                  const char* low) {
@@ -107,8 +107,8 @@ Method zipcache() {
   recipe.key = ZipcacheKeys();
   recipe.value = ZipcacheValues();
   recipe.window = 100;
-  return {"zipcache", "ZipCache: 4-bit tokens that probe queries attend to, 2-bit others, channel-separable values", recipe,
-          keys(), values()};
+  return {"zipcache", "ZipCache: 4-bit tokens that probe queries attend to, 2-bit others, channel-separable values",
+          recipe, keys(), values()};
 }
 
 }  // namespace kvant::catalog
