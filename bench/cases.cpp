@@ -8,7 +8,9 @@ namespace kvant::bench {
 namespace {
 
 constexpr std::int64_t kCachedBytes = 512 << 10;  // of f16: half of a usual second-level cache
+constexpr std::int64_t kL3Bytes = 8 << 20;        // of f16: beyond the second level, within the third
 constexpr std::int64_t kMemoryTokens = 8192;
+constexpr int kPageTokens = 128;
 constexpr std::int64_t kCodedTokens = 1024;  // sealed or written per call
 
 using Named = std::pair<std::string, Recipe>;
@@ -28,9 +30,11 @@ std::vector<Named> named_recipes(const Options& options) {
   return recipes;
 }
 
-std::int64_t cached_tokens(const Options& options, int dim) {
+std::int64_t tokens_at(const Options& options, int dim, Place place) {
+  if (options.tokens > 0) return options.tokens;
+  if (place == Place::memory) return kMemoryTokens;
   const std::int64_t token_bytes = std::int64_t{4} * options.heads * dim;
-  return std::max<std::int64_t>(kCachedBytes / token_bytes / 256, 1) * 256;
+  return std::max<std::int64_t>((place == Place::cache ? kCachedBytes : kL3Bytes) / token_bytes / 256, 1) * 256;
 }
 
 void add_attend(const Options& options, const Case& base, std::vector<Case>& cases) {
@@ -40,13 +44,42 @@ void add_attend(const Options& options, const Case& base, std::vector<Case>& cas
     c.group = group;
     for (const int rows : options.rows) {
       c.rows = rows;
-      for (const Place place : {Place::cache, Place::memory}) {
+      for (const Place place : {Place::cache, Place::l3, Place::memory}) {
         // Many rows use what they read so often that where it comes from does not show.
-        if (place == Place::memory && rows > 8) continue;
+        if (place != Place::cache && rows > 8) continue;
         c.place = place;
-        const std::int64_t usual = place == Place::cache ? cached_tokens(options, c.dim) : kMemoryTokens;
-        c.tokens = options.tokens > 0 ? options.tokens : usual;
+        c.tokens = tokens_at(options, c.dim, place);
         if (c.rows <= c.tokens) cases.push_back(c);
+      }
+    }
+  }
+}
+
+// Kernels alone, one head: as many pages as the context of the place has.
+void add_kernels(const Options& options, int dim, std::vector<Case>& cases) {
+  for (const int group : options.groups) {
+    for (const int rows : options.rows) {
+      if (rows > 8) continue;  // a page is multiplied by the vectors of a block, about 96 at most
+      for (const Place place : {Place::cache, Place::l3, Place::memory}) {
+        Case c;
+        c.dim = dim;
+        c.group = group;
+        c.rows = rows;
+        c.place = place;
+        c.tokens = tokens_at(options, dim, place) / kPageTokens * kPageTokens;
+        if (place == Place::memory)
+          c.tokens = std::max(c.tokens, options.ring_bytes / 2 / dim / kPageTokens * kPageTokens);
+        for (c.what = What::score; c.what != What::softmax;
+             c.what = c.what == What::score ? What::mix : What::softmax) {
+          for (const int width : {0, 1, 2, 3, 4, 8}) {
+            c.width = width;
+            c.label = width == 0 ? "f16" : std::to_string(width) + "-bit";
+            cases.push_back(c);
+          }
+        }
+        c.what = What::softmax;
+        c.label = "f32";
+        if (place == Place::cache && dim == options.dims.front()) cases.push_back(c);
       }
     }
   }
@@ -55,16 +88,18 @@ void add_attend(const Options& options, const Case& base, std::vector<Case>& cas
 }  // namespace
 
 const char* name_of(What what) {
-  return what == What::attend ? "attend" : (what == What::seal ? "seal" : "write");
+  constexpr const char* kNames[] = {"attend", "seal", "write", "score", "mix", "softmax"};
+  return kNames[static_cast<int>(what)];
 }
 
 const char* name_of(Place place) {
-  return place == Place::cache ? "cache" : "memory";
+  constexpr const char* kNames[] = {"cache", "l3", "memory"};
+  return kNames[static_cast<int>(place)];
 }
 
 std::string Case::name() const {
   std::string text = std::string(name_of(what)) + "/" + label + "/d" + std::to_string(dim);
-  if (what == What::attend) {
+  if (what == What::attend || is_kernel()) {
     text += "/g" + std::to_string(group) + "/r" + std::to_string(rows) + "/" + name_of(place);
   }
   return text;
@@ -75,6 +110,7 @@ std::vector<Case> make_cases(const Options& options) {
   const std::vector<Named> recipes = named_recipes(options);
   std::vector<Case> cases;
   for (const int dim : options.dims) {
+    if (options.kernels) add_kernels(options, dim, cases);
     for (const auto& [label, recipe] : recipes) {
       Case c;
       c.label = label;

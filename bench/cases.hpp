@@ -16,16 +16,17 @@ struct Options {
   std::vector<int> dims = {64, 128};    // channels of a head, keys and values
   std::vector<int> groups = {1, 4};     // query heads per KV head
   std::vector<int> rows = {1, 8, 128};  // query rows
+  bool kernels = false;                 // scores, mixes and softmax alone as well
   int heads = 1;                        // KV heads
-  std::int64_t tokens = 0;              // 0: 512 KiB of f16 in cache, 8192 tokens from memory
+  std::int64_t tokens = 0;              // 0: 512 KiB of f16 in cache, 8 MiB in L3, 8192 tokens from memory
   int rounds = 7;                       // samples of each side; medians are reported
   double sample_ms = 1;                 // shortest sample
   std::int64_t ring_bytes = 128 << 20;  // what calls from memory go round: several times the last-level cache
   std::string json;                     // file, or "-" for standard output instead of the table
 };
 
-enum class What { attend, seal, write };
-enum class Place { cache, memory };
+enum class What { attend, seal, write, score, mix, softmax };
+enum class Place { cache, l3, memory };
 
 struct Case {
   What what = What::attend;
@@ -33,11 +34,13 @@ struct Case {
   std::string label;  // short name of the recipe
   Recipe recipe;
   int dim = 64;
+  int width = 0;  // score, mix: bits of a code, 0 for rows of f16
   int group = 1;
   std::int64_t rows = 1;
   std::int64_t tokens = 0;
 
-  // "attend/kivi-2/d64/g3/r1/memory", "seal/kivi-2/d64", "write/kivi-2/d64"
+  bool is_kernel() const { return what == What::score || what == What::mix || what == What::softmax; }
+  // "attend/kivi-2/d64/g3/r1/memory", "seal/kivi-2/d64", "write/kivi-2/d64", "score/2-bit/d64/g3/r1/l3"
   std::string name() const;
 };
 

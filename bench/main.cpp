@@ -27,7 +27,8 @@ void define(CLI::App& app, Options& options, bool& full) {
   };
   app.add_option("--kernel", options.kernel, "kernel set, 'active' or 'all'")->capture_default_str();
   app.add_option("--filter", options.filter, "regular expression for the names of the cases");
-  app.add_flag("--full", full, "g 1,3,4,8 and D 64,128,256 instead of the short default");
+  app.add_flag("--full", full, "everything: kernels alone, g 1,4,7,8, D 64,128,256, query rows 1,8,512");
+  app.add_flag("--kernels", options.kernels, "scores, mixes and softmax alone as well");
   list("--dims", options.dims, "channels of a head");
   list("--groups", options.groups, "query heads per KV head");
   list("--rows", options.rows, "query rows");
@@ -74,7 +75,9 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     if (full && app.count("--dims") == 0) options.dims = {64, 128, 256};
-    if (full && app.count("--groups") == 0) options.groups = {1, 3, 4, 8};
+    if (full && app.count("--groups") == 0) options.groups = {1, 4, 7, 8};
+    if (full && app.count("--rows") == 0) options.rows = {1, 8, 512};
+    options.kernels = options.kernels || full;
     return run(options);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "bench/bandwidth.hpp"
+#include "bench/tiles.hpp"
 #include "support/oracle.hpp"
 
 namespace kvant::bench {
@@ -150,9 +151,49 @@ Result Measurement::seal(const Case& item) {
   return result;
 }
 
+// Scores: rows are the tokens of a page, depth its channels; mixes the other way round.
+Result Measurement::product(const Case& item) {
+  Result result;
+  const std::int64_t pages = item.tokens / 128;
+  const int rows = item.what == What::score ? 128 : item.dim;
+  const int depth = item.what == What::score ? item.dim : 128;
+  const int vectors = item.group * static_cast<int>(item.rows);
+  TileRing own(tiles::kernels(), item.width, rows, depth, vectors, pages);
+  TileRing control(tiles::kernels(), 0, rows, depth, vectors, pages);
+  result.error = std::max(own.error(), control.error());
+  if (!result.passed()) return result;
+  Reader reader(own.bytes(), 0);
+  const Samples samples =
+      interleave({control.work(), own.work(), reader.work()}, options_.rounds, options_.sample_ms / 1e3);
+  result.tokens_per_s = static_cast<double>(item.tokens * item.rows) / samples.median_of(1);
+  result.gmac_per_s = result.tokens_per_s * item.dim * item.group / 1e9;
+  result.bytes_per_s = static_cast<double>(own.bytes()) / samples.median_of(1);
+  result.read_per_s = static_cast<double>(own.bytes()) / samples.median_of(2);
+  result.ratio = samples.ratio(0, 1);
+  result.ratio_spread = samples.ratio_spread(0, 1);
+  return result;
+}
+
+Result Measurement::softmax(const Case& item) {
+  Result result;
+  SoftmaxRing own(tiles::kernels(), 128, item.group * static_cast<int>(item.rows), item.tokens / 128);
+  result.error = own.error();
+  if (!result.passed()) return result;
+  Reader reader(own.bytes(), 0);
+  const Samples samples = interleave({own.work(), reader.work()}, options_.rounds, options_.sample_ms / 1e3);
+  result.tokens_per_s = static_cast<double>(item.tokens * item.rows) / samples.median_of(0);
+  result.bytes_per_s = static_cast<double>(own.bytes()) / samples.median_of(0);
+  result.read_per_s = static_cast<double>(own.bytes()) / samples.median_of(1);
+  return result;
+}
+
 Result Measurement::run(const Case& item, const std::string& kernel) {
   force_kernel(kernel);
-  Result result = item.what == What::attend ? attend(item) : (item.what == What::write ? write(item) : seal(item));
+  Result result = item.what == What::softmax  ? softmax(item)
+                  : item.is_kernel()          ? product(item)
+                  : item.what == What::attend ? attend(item)
+                  : item.what == What::write  ? write(item)
+                                              : seal(item);
   result.item = item;
   result.kernel = kernel;
   return result;

@@ -38,6 +38,8 @@ class Measurement {
   Result attend(const Case& item);
   Result write(const Case& item);
   Result seal(const Case& item);
+  Result product(const Case& item);
+  Result softmax(const Case& item);
 
   Options options_;
   std::map<Key, std::shared_ptr<Ring>> rings_;  // of f16 and of the recipe at hand

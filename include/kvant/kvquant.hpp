@@ -63,6 +63,8 @@ class KVQuantKVCache final : public ReferenceCache {
   std::int64_t trim(std::int64_t n) override;
   void attend(const ConstArray& queries, const Array& out, const ReferenceAttentionOptions& options) const override;
   std::int64_t offset() const override;
+  ReferenceShape shape() const override;
+  const KVCacheConfig& config() const override;
   std::size_t key_nbytes() const override;
   std::size_t value_nbytes() const override;
 
@@ -82,6 +84,9 @@ class KVQuantKVCache final : public ReferenceCache {
   Strided<const float> key_outlier_thresh() const;  // [1, D]
   Strided<const float> key_levels() const;          // [H, L, D]
   Strided<const float> value_levels() const;        // [L, S] of the last call, batch element 0, head 0
+
+ protected:
+  void transfer(exact::Archive& archive) override;
 
  private:
   struct State;

@@ -5,16 +5,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "kvant/array.hpp"
 #include "kvant/config.hpp"
 
 namespace kvant {
 
+namespace exact {
+class Archive;
+}
+
 struct ReferenceAttentionOptions {
   float scale = 0.0F;  // multiplies q.k; 0 means 1/sqrt(key channels)
   bool causal = true;  // query row i of n sees tokens 0..offset-n+i; false: every row sees every token
   int threads = 0;     // 0: OpenMP's default
+};
+
+// What the first update fixed; batch is 0 before it.
+struct ReferenceShape {
+  std::int64_t batch = 0;
+  std::int64_t heads = 0;
+  std::int64_t key_dim = 0;
+  std::int64_t value_dim = 0;
+  DType key_type = DType::f16;
+  DType value_type = DType::f16;
 };
 
 // Thread-compatible. The first update fixes batch, heads, channels and types; a later one that differs is refused with
@@ -44,6 +60,11 @@ class ReferenceCache {
 
   virtual std::int64_t offset() const = 0;  // tokens stored
   bool is_empty() const { return offset() == 0; }
+  virtual ReferenceShape shape() const = 0;
+  virtual const KVCacheConfig& config() const = 0;
+
+  // Everything as bytes: settings, packed tiles, rows, statistics, counters. load_cache() of them goes on to the bit.
+  std::vector<std::byte> save() const;
 
   // Bytes held for keys and for values: codes, endpoints, masks, rows and bookkeeping. These are what the allocator
   // sees, not the reference's own counters.
@@ -55,6 +76,11 @@ class ReferenceCache {
   void set_threads(int threads) { threads_ = threads; }
   int threads() const { return threads_; }
 
+ protected:
+  // Writes the cache's parts to an archive, or reads them into a cache that was just made.
+  virtual void transfer(exact::Archive& archive) = 0;
+  friend std::unique_ptr<ReferenceCache> load_cache(std::span<const std::byte> image);
+
  private:
   int threads_ = 0;
 };
@@ -62,5 +88,8 @@ class ReferenceCache {
 // The cache that config.method names: "kitty", "kvquant" or "zipcache". Anything else is Error(invalid_argument)
 // listing the choices.
 std::unique_ptr<ReferenceCache> make_cache(const KVCacheConfig& config);
+
+// The cache that save() made the image of. Error(bad_format) for any other bytes.
+std::unique_ptr<ReferenceCache> load_cache(std::span<const std::byte> image);
 
 }  // namespace kvant

@@ -75,6 +75,8 @@ class ZipCacheKVCache : public ReferenceCache {
   void attend(const ConstArray& queries, const Array& out,
               const ReferenceAttentionOptions& options = {}) const override;
   std::int64_t offset() const override;
+  ReferenceShape shape() const override;
+  const KVCacheConfig& config() const override;
   std::size_t key_nbytes() const override;
   std::size_t value_nbytes() const override;
 
@@ -87,6 +89,9 @@ class ZipCacheKVCache : public ReferenceCache {
   std::int64_t fp16_value_bytes() const;
   double compression_ratio() const;
   double effective_avg_bits() const;
+
+ protected:
+  void transfer(exact::Archive& archive) override;
 
  private:
   struct Impl;

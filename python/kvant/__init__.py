@@ -34,6 +34,19 @@ def make_cache(config: Any) -> ReferenceCache:
     return _CACHES[config.method](config)
 
 
+def register_with_mlx_lm() -> None:
+    """Lets ``mlx_lm.models.cache.load_prompt_cache`` find kvant's caches, which it looks up by name in its own module.
+
+    ``save_prompt_cache`` needs no help. A class of that name that is there already and is not kvant's is an error.
+    """
+    from mlx_lm.models import cache as module
+
+    for cls in _CACHES.values():
+        if getattr(module, cls.__name__, cls) is not cls:
+            raise Error(f"mlx_lm.models.cache.{cls.__name__} exists already")
+        setattr(module, cls.__name__, cls)
+
+
 __all__ = [
     "Error",
     "KVCacheConfig",
@@ -53,5 +66,6 @@ __all__ = [
     "kitty",
     "kvquant",
     "make_cache",
+    "register_with_mlx_lm",
     "zipcache",
 ]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,10 @@ class Kind(Protocol):
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
         """(a new array, what ``kvant._core`` writes in its place); its contents are undefined."""
+
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        """An array of uint8 with the contents of ``data``."""
 
 
 class _NumPy:
@@ -62,6 +67,10 @@ class _NumPy:
         bits = np.empty(shape, np.uint16)
         return bits.view(bfloat16), bits
 
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        return data
+
 
 class _Mlx:
     @staticmethod
@@ -80,12 +89,23 @@ class _Mlx:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
-        # Evaluated before anybody else has seen it, so that the kernels may write into its memory.
+        return _Mlx.empty_all([shape], dtype)[0]
+
+    @staticmethod
+    def empty_all(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[tuple[Any, Any]]:
+        # Evaluated before anybody else has seen them, so that the kernels may write into their memory; all at once,
+        # because an evaluation has a price of its own.
         import mlx.core as mx
 
-        made = mx.zeros(shape, mx.bool_ if dtype == "bool" else getattr(mx, _OTHERS[dtype]))
+        made = [mx.zeros(shape, mx.bool_ if dtype == "bool" else getattr(mx, _OTHERS[dtype])) for shape in shapes]
         mx.eval(made)
-        return made, _Mlx.view(made)
+        return [(array, _Mlx.view(array)) for array in made]
+
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        import mlx.core as mx
+
+        return mx.array(data)
 
 
 class _Torch:
@@ -105,6 +125,17 @@ class _Torch:
         made = torch.empty(shape, dtype=torch.bool if dtype == "bool" else getattr(torch, _OTHERS[dtype]))
         return made, made
 
+    @staticmethod
+    def of_bytes(data: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(data.copy())
+
+
+def default_kind() -> type[Kind]:
+    """The framework of an answer to no argument: mlx where the program uses it."""
+    return _Mlx if "mlx.core" in sys.modules else _NumPy
+
 
 class Result:
     """An array that kernels write (``target``) and callers get (``array``)."""
@@ -114,6 +145,19 @@ class Result:
     def __init__(self, array: Any, target: Any):
         self.array = array
         self.target = target
+
+
+def empty_pair(
+    kinds: tuple[type[Kind], type[Kind]],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtypes: tuple[str, str],
+) -> tuple[Result, Result]:
+    """Keys and values, made together where they can be."""
+    if kinds == (_Mlx, _Mlx) and dtypes[0] == dtypes[1]:
+        keys, values = _Mlx.empty_all(shapes, dtypes[0])
+    else:
+        keys, values = (kind.empty(shape, dtype) for kind, shape, dtype in zip(kinds, shapes, dtypes))
+    return Result(*keys), Result(*values)
 
 
 class Array:

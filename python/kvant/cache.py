@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar
 
-from ._arrays import Kind, read_floats
+import numpy as np
+
+from . import _core
+from ._arrays import Kind, default_kind, empty_pair, read, read_floats
 from .config import to_core
 from .errors import Error, QuantizerConfigError
 
@@ -24,15 +27,19 @@ class ReferenceCache:
     _core_class: ClassVar[Any]
 
     def __init__(self, config: Any) -> None:
-        self._config = to_core(config)
         try:
-            self._core = self._core_class(self._config)
+            core = self._core_class(to_core(config))
         except Error as error:
             raise QuantizerConfigError(f"{type(self).__name__}: {error}") from None
+        self._begin(core, None)
+
+    def _begin(self, core: Any, kinds: tuple[type[Kind], type[Kind]] | None) -> None:
+        """Holds ``core``; rows go out in the frameworks ``kinds``, None: those of the next arguments."""
+        self._core = core
         self._lock = threading.Lock()
-        self._kinds: tuple[type[Kind], type[Kind]] | None = None
-        self._shape: tuple[int, int, int, int] | None = None  # batch, heads, key channels, value channels
-        self._dtypes = ("f16", "f16")
+        self._kinds = kinds
+        # (batch, heads, key channels, value channels) and the element types, fixed by the first update.
+        self._shape, self._dtypes = core.shape or (None, None)
 
     @property
     def offset(self) -> int:
@@ -47,7 +54,9 @@ class ReferenceCache:
         return self._core.offset
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled")
+        """Copies and pickles are caches of their own that go on to the bit."""
+        with self._lock:
+            return _restore, (type(self), self._core.save(), self._kinds, self._core.threads)
 
     def __bool__(self) -> bool:
         return True  # mlx_lm asks `if cache` for "is there one"
@@ -70,6 +79,16 @@ class ReferenceCache:
     def value_nbytes(self) -> int:
         """The share of the values in ``nbytes``."""
         return self._core.value_nbytes
+
+    @property
+    def compressed_key_bytes(self) -> int:
+        """What the reference charges for the keys, in bytes (fp16 parameters, call by call)."""
+        return self._core.compressed_key_bytes
+
+    @property
+    def fp16_key_bytes(self) -> int:
+        """Bytes of the keys in fp16."""
+        return self._core.fp16_key_bytes
 
     @property
     def threads(self) -> int:
@@ -96,24 +115,34 @@ class ReferenceCache:
         A call of one token is lossless in the reference (a group of one row is its own minimum), so such tokens are
         kept as rows here and cost what rows cost; see python/README.md for the remedy.
         """
+        with self._lock:
+            self._update(keys, values)
+            return self._fetch()
+
+    def update(self, keys: Any, values: Any) -> None:
+        """``update_and_fetch`` without the rows, for those who go on with :meth:`attend`.
+
+        Its cost does not grow with the tokens stored, while ``update_and_fetch`` decodes them all.
+        """
+        with self._lock:
+            self._update(keys, values)
+
+    def _update(self, keys: Any, values: Any) -> None:
         k = read_floats(keys, "keys", 4)
         v = read_floats(values, "values", 4)
-        with self._lock:
-            self._core.update(k.view, v.view)
-            if self._shape is None:
-                self._shape = (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
-                self._dtypes = (k.dtype, v.dtype)
-            self._kinds = (k.kind, v.kind)
-            return self._fetch()
+        self._core.update(k.view, v.view)
+        if self._shape is None:
+            self._shape, self._dtypes = self._core.shape
+        self._kinds = (k.kind, v.kind)
 
     def _fetch(self) -> tuple[Any, Any]:
         assert self._shape is not None and self._kinds is not None
         batch, heads, key_dim, value_dim = self._shape
         tokens = self._core.offset
-        keys, key_target = self._kinds[0].empty((batch, heads, tokens, key_dim), self._dtypes[0])
-        values, value_target = self._kinds[1].empty((batch, heads, tokens, value_dim), self._dtypes[1])
-        self._core.fetch(key_target, value_target, 0)
-        return keys, values
+        shapes = (batch, heads, tokens, key_dim), (batch, heads, tokens, value_dim)
+        keys, values = empty_pair(self._kinds, shapes, self._dtypes)
+        self._core.fetch(keys.target, values.target, 0)
+        return keys.array, values.array
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last ``update_and_fetch`` returned, less what was trimmed since; ``(None, None)`` at first."""
@@ -121,23 +150,52 @@ class ReferenceCache:
             return (None, None) if self._shape is None else self._fetch()
 
     @property
-    def state(self) -> tuple[Any, Any, int]:
-        """``(keys, values, offset)`` with the rows of :meth:`keys_and_values`, as ``mlx_lm``'s plain cache has it.
+    def state(self) -> tuple[Any, int]:
+        """``(image, offset)``: the whole cache as an array of bytes, and the number of tokens.
 
-        Every read decodes the cache. Only the state of an empty cache can be set, which empties this one: decoded rows
-        do not tell the codes that they came from, so the packed form could not be had back from them.
+        The image holds settings, packed tiles, rows, statistics and counters; setting it, here or in ``from_state``,
+        gives a cache that goes on to the bit. It is an array of the framework of the last arguments (mlx where it is
+        loaded before there are any), so that ``mlx_lm`` evaluates and saves it.
         """
-        keys, values = self.keys_and_values()
-        return keys, values, self.offset
+        with self._lock:
+            data = np.frombuffer(self._core.save(), np.uint8)
+            offset = self._core.offset
+            kind = self._kinds[0] if self._kinds is not None else default_kind()
+        return kind.of_bytes(data), offset
 
     @state.setter
     def state(self, state: Any) -> None:
-        if state and (state[0] is not None or state[2]):
-            raise Error(f"state: {type(self).__name__} cannot be made from decoded rows; keep the object itself")
+        core, kind = self._load(state)
+        core.threads = self._core.threads
         with self._lock:
-            fresh = self._core_class(self._config)
-            fresh.threads = self._core.threads
-            self._core, self._kinds, self._shape = fresh, None, None
+            self._core, self._kinds = core, (kind, kind)
+            self._shape, self._dtypes = core.shape or (None, None)
+
+    @classmethod
+    def from_state(cls, state: Any) -> ReferenceCache:
+        """The cache whose ``state`` this is, as ``mlx_lm.models.cache.load_prompt_cache`` makes it.
+
+        Raises:
+            kvant.Error: not the state of a cache of this class, or damaged bytes (``code`` is ``bad_format``).
+        """
+        core, kind = cls._load(state)
+        cache = cls.__new__(cls)
+        cache._begin(core, (kind, kind))
+        return cache
+
+    @classmethod
+    def _load(cls, state: Any) -> tuple[Any, type[Kind]]:
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise Error(f"state: a {cls.__name__} is restored from (image, offset), as its `state` gives them")
+        image = read(state[0], "image", 1)
+        if image.dtype != "uint8":
+            raise Error(f"image is an array of {image.dtype}, not of uint8")
+        core = _core.load_cache(np.asarray(state[0]).tobytes())
+        if not isinstance(core, cls._core_class):
+            raise Error(f"state: this is the image of a {core.method} cache, not of a {cls.__name__}")
+        if core.offset != state[1]:
+            raise Error(f"state: the image holds {core.offset} tokens, not {state[1]}")
+        return core, image.kind
 
     def attend(self, queries: Any, scale: float | None = None, causal: bool = True, threads: int = 0) -> Any:
         """Attention over the stored tokens, computed from the packed codes; no row is decoded to memory.
@@ -180,3 +238,30 @@ class ReferenceCache:
         from mlx_lm.models.cache import create_attention_mask
 
         return create_attention_mask(*args, **{"offset": self.offset, **kwargs})
+
+
+class TwoSidedCache(ReferenceCache):
+    """What the caches that quantize keys and values have in common."""
+
+    @property
+    def merge(self) -> Any:
+        """Hidden, as in the reference: a batching server must not replace this cache by a plain one."""
+        raise AttributeError(f"{type(self).__name__} does not support merge()")
+
+    @property
+    def compressed_value_bytes(self) -> int:
+        """What the reference charges for the values, in bytes; 0 when they are not quantized."""
+        return self._core.compressed_value_bytes
+
+    @property
+    def fp16_value_bytes(self) -> int:
+        """Bytes of the values in fp16."""
+        return self._core.fp16_value_bytes
+
+
+def _restore(cls: type[ReferenceCache], image: bytes, kinds: Any, threads: int) -> ReferenceCache:
+    """Makes a copied or unpickled cache."""
+    cache = cls.__new__(cls)
+    cache._begin(_core.load_cache(image), kinds)
+    cache.threads = threads
+    return cache

@@ -145,16 +145,6 @@ class KittyKVCache(ReferenceCache):
     _core_class = _core.KittyKVCache
 
     @property
-    def compressed_key_bytes(self) -> int:
-        """What the reference charges for the keys, in bytes (fp16 parameters, call by call)."""
-        return self._core.compressed_key_bytes
-
-    @property
-    def fp16_key_bytes(self) -> int:
-        """Bytes of the keys in fp16."""
-        return self._core.fp16_key_bytes
-
-    @property
     def value_fp16_bytes(self) -> int:
         """What the reference charges for the values, in bytes (with the keys' head size)."""
         return self._core.value_fp16_bytes

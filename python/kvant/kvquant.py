@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import _core
 from ._arrays import read, read_floats
-from .cache import ReferenceCache
+from .cache import TwoSidedCache
 from .errors import Error
 
 
@@ -182,7 +182,7 @@ def nuq_distortion(x: Any, levels: Any) -> float:
     return _core.nuq_distortion(read_floats(x, "x", 2).view, read_floats(levels, "levels", 2).view)
 
 
-class KVQuantKVCache(ReferenceCache):
+class KVQuantKVCache(TwoSidedCache):
     """KVQuant's cache: codes, level tables, outliers and sinks, packed.
 
     Args:
@@ -201,11 +201,6 @@ class KVQuantKVCache(ReferenceCache):
     """
 
     _core_class = _core.KVQuantKVCache
-
-    @property
-    def merge(self) -> Any:
-        """Hidden, as in the reference: a batching server must not replace this cache by a plain one."""
-        raise AttributeError("KVQuantKVCache does not support merge()")
 
     @property
     def nuq_bits(self) -> int:
@@ -256,26 +251,6 @@ class KVQuantKVCache(ReferenceCache):
             table, target = self._kinds[0].empty(shape, "f32")
             getattr(self._core, name)(target)
         return table
-
-    @property
-    def compressed_key_bytes(self) -> int:
-        """What the reference charges for the keys, in bytes."""
-        return self._core.compressed_key_bytes
-
-    @property
-    def compressed_value_bytes(self) -> int:
-        """What the reference charges for the values, in bytes."""
-        return self._core.compressed_value_bytes
-
-    @property
-    def fp16_key_bytes(self) -> int:
-        """Bytes of the keys in fp16."""
-        return self._core.fp16_key_bytes
-
-    @property
-    def fp16_value_bytes(self) -> int:
-        """Bytes of the values in fp16."""
-        return self._core.fp16_value_bytes
 
     @property
     def effective_bits(self) -> float:

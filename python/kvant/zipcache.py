@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import _core
 from ._arrays import read, read_floats
-from .cache import ReferenceCache
+from .cache import TwoSidedCache
 from .group_quant import count_groups
 
 
@@ -194,7 +194,7 @@ def zipcache_quant_dequant(
     return out.array
 
 
-class ZipCacheKVCache(ReferenceCache):
+class ZipCacheKVCache(TwoSidedCache):
     """ZipCache's cache: each call is compressed on its own, keys by saliency and values at ``zipcache_hi_bits``.
 
     Args:
@@ -213,21 +213,6 @@ class ZipCacheKVCache(ReferenceCache):
     _core_class = _core.ZipCacheKVCache
 
     @property
-    def merge(self) -> Any:
-        """Hidden, as in the reference: a batching server must not replace this cache by a plain one."""
-        raise AttributeError("ZipCacheKVCache does not support merge()")
-
-    @property
-    def compressed_key_bytes(self) -> int:
-        """What the reference charges for the keys, in bytes."""
-        return self._core.compressed_key_bytes
-
-    @property
-    def compressed_value_bytes(self) -> int:
-        """What the reference charges for the values, in bytes; 0 when they are not quantized."""
-        return self._core.compressed_value_bytes
-
-    @property
     def baseline_key_bytes(self) -> int:
         """The reference's price of the keys with every token at ``zipcache_lo_bits``, in bytes."""
         return self._core.baseline_key_bytes
@@ -236,16 +221,6 @@ class ZipCacheKVCache(ReferenceCache):
     def baseline_value_bytes(self) -> int:
         """The reference's price of the values with every token at ``zipcache_lo_bits``, in bytes."""
         return self._core.baseline_value_bytes
-
-    @property
-    def fp16_key_bytes(self) -> int:
-        """Bytes of the keys in fp16."""
-        return self._core.fp16_key_bytes
-
-    @property
-    def fp16_value_bytes(self) -> int:
-        """Bytes of the values in fp16."""
-        return self._core.fp16_value_bytes
 
     @property
     def compression_ratio(self) -> float:

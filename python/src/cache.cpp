@@ -1,4 +1,9 @@
 // What the three reference caches share: kvant::ReferenceCache.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <vector>
+
 #include "arrays.hpp"
 #include "kvant/reference_cache.hpp"
 #include "module.hpp"
@@ -24,6 +29,24 @@ void attend(const ReferenceCache& cache, const In& queries, const Out& out, floa
   without_gil([&] { cache.attend(q, o, {.scale = scale, .causal = causal, .threads = threads}); });
 }
 
+nb::bytes save(const ReferenceCache& cache) {
+  const std::vector<std::byte> image = without_gil([&] { return cache.save(); });
+  return nb::bytes(image.data(), image.size());
+}
+
+std::unique_ptr<ReferenceCache> load(const nb::bytes& image) {
+  const auto* data = static_cast<const std::byte*>(image.data());
+  return without_gil([&] { return load_cache({data, image.size()}); });
+}
+
+// (batch, heads, key channels, value channels), (key type, value type); None before the first update.
+nb::object shape(const ReferenceCache& cache) {
+  const ReferenceShape s = cache.shape();
+  if (s.batch == 0) return nb::none();
+  return nb::make_tuple(nb::make_tuple(s.batch, s.heads, s.key_dim, s.value_dim),
+                        nb::make_tuple(name_of(s.key_type), name_of(s.value_type)));
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& module) {
@@ -32,11 +55,15 @@ void bind_cache(nb::module_& module) {
       .def("fetch", &fetch, nb::arg("keys"), nb::arg("values"), nb::arg("first"))
       .def("attend", &attend, nb::arg("queries"), nb::arg("out"), nb::arg("scale"), nb::arg("causal"),
            nb::arg("threads"))
+      .def("save", &save, "Everything as bytes.")
+      .def_prop_ro("shape", &shape)
+      .def_prop_ro("method", [](const ReferenceCache& cache) { return cache.config().method; })
       .def("trim", &ReferenceCache::trim, nb::arg("n"))
       .def_prop_ro("offset", &ReferenceCache::offset)
       .def_prop_ro("key_nbytes", &ReferenceCache::key_nbytes)
       .def_prop_ro("value_nbytes", &ReferenceCache::value_nbytes)
       .def_prop_rw("threads", &ReferenceCache::threads, &ReferenceCache::set_threads);
+  module.def("load_cache", &load, nb::arg("image"), "The cache that save() made the image of.");
 }
 
 }  // namespace kvant::python

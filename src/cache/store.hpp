@@ -78,7 +78,7 @@ struct PageStore::Impl {
     return page.queries.get() + token * query_sums.size();
   }
   std::unique_ptr<std::uint16_t[]> copy_queries(const cache::Page& page) const;
-  void count_queries(cache::Page* page, std::size_t token, const std::vector<double>& sums);
+  void count_queries(cache::Page* page, std::size_t token, const std::vector<float>& sums);
   void copy_query_cells(const cache::Page& from, std::int64_t first, std::int64_t to, std::int64_t count);
   // Keeps those queries that may become probes, and drops probes that no open page can need any more.
   void keep_probes(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores);

@@ -4,9 +4,8 @@
 // encoded with the queries up to its own last token, however the tokens arrived in calls, and tokens that are trimmed
 // before their page is sealed have never been there.
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <cstring>
-#include <limits>
 
 #include "base/half.hpp"
 #include "cache/store.hpp"
@@ -49,9 +48,11 @@ void PageStore::Impl::check_queries(const ConstView& view) const {
   }
   if (view.extent[0] > 0 && view.data == nullptr) refuse("queries have no data");
   for_each_query(view, [&](std::int64_t row, std::int64_t head, const float* query) {
-    bool bad = false;
-    for (int d = 0; d < shape.key_dim; ++d) bad |= !(std::fabs(query[d]) <= std::numeric_limits<float>::max());
-    if (!bad) return;
+    std::uint32_t largest = 0;  // magnitudes order as their bits do, infinities and NaN come last
+    for (int d = 0; d < shape.key_dim; ++d) {
+      largest = std::max(largest, std::bit_cast<std::uint32_t>(query[d]) & 0x7FFFFFFFU);
+    }
+    if (largest < 0x7F800000U) return;
     base::fail(ErrorCode::not_finite, "query row " + std::to_string(row) + ", head " + std::to_string(head) +
                                           " has a value that is not finite");
   });
@@ -207,16 +208,14 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
       page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
     }
   }
-  std::vector<double> row_sums(impl.query_sums.size());
+  std::vector<float> row_sums(impl.query_sums.size());
   if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
   if (impl.query_sums.empty()) return;
   const std::int64_t last = queries.extent[1] - 1;
   for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
-    if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0);
-    double* out = row_sums.data() + head / (queries.extent[1] / impl.shape.kv_heads) * impl.shape.key_dim;
-    for (int d = 0; d < impl.shape.key_dim; ++d) {
-      out[d] += static_cast<double>(query[d]) * static_cast<double>(query[d]);
-    }
+    if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0F);
+    float* out = row_sums.data() + head / (queries.extent[1] / impl.shape.kv_heads) * impl.shape.key_dim;
+    for (int d = 0; d < impl.shape.key_dim; ++d) out[d] += query[d] * query[d];
     if (head != last) return;
     if (cells.empty()) return impl.count_queries(nullptr, 0, row_sums);
     const std::int64_t cell = cells[static_cast<std::size_t>(row)];
@@ -225,19 +224,20 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
   });
 }
 
-// To the cell of an open page, else to the store; rounded alike.
-void PageStore::Impl::count_queries(Page* page, std::size_t token, const std::vector<double>& sums) {
-  const auto rounded = [](double sum) {
-    return base::float_to_bfloat(static_cast<float>(std::min<double>(sum, base::max_finite(DType::bf16))));
-  };
-  if (page != nullptr && page->open) {
-    std::transform(sums.begin(), sums.end(), query_cell(*page, token), rounded);
+// To the cell of an open page, else to the store; rounded to bfloat16 alike.
+void PageStore::Impl::count_queries(Page* page, std::size_t token, const std::vector<float>& sums) {
+  const bool open = page != nullptr && page->open;
+  std::vector<std::uint16_t> rounded(open ? 0 : sums.size());
+  std::uint16_t* out = open ? query_cell(*page, token) : rounded.data();
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(std::min(sums[i], base::max_finite(DType::bf16)));
+    out[i] = static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16 & 1U)) >> 16);
+  }
+  if (open) {
     page->observed.set(token);
     return;
   }
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    query_sums[i] += static_cast<double>(base::bfloat_to_float(rounded(sums[i])));
-  }
+  for (std::size_t i = 0; i < sums.size(); ++i) query_sums[i] += static_cast<double>(base::bfloat_to_float(out[i]));
   queries_seen = true;
 }
 

@@ -35,4 +35,15 @@ inline SideShape side_shape(const ConstArray& x) {
   return {x.extent[0], x.extent[1], x.extent[3], x.type};
 }
 
+inline ReferenceShape shape_of(const Sequence& keys, const Sequence& values) {
+  const SideShape& k = keys.shape();
+  const SideShape& v = values.shape();
+  return {k.batch, k.heads, k.dim, v.dim, k.type, v.type};
+}
+// Do both sides hold as many tokens, of the same heads?
+inline bool is_pair(const Sequence& keys, const Sequence& values) {
+  return keys.shape().batch == values.shape().batch && keys.shape().heads == values.shape().heads &&
+         keys.tokens() == values.tokens();
+}
+
 }  // namespace kvant::exact

@@ -49,12 +49,14 @@ struct ConstRow {
   std::int64_t count = 0;
   std::int64_t stride = 1;
 
+  const void* start() const {
+    return static_cast<const std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type));
+  }
   // out[i] = element i as float
   void load(float* out) const {
     if (count == 0) return;  // empty arrays may have null data
     if (stride == 1) {
-      const auto* bytes = static_cast<const std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type));
-      tiles::kernels().widen(bytes, type, out, count);
+      tiles::kernels().widen(start(), type, out, count);
     } else {
       for (std::int64_t i = 0; i < count; ++i) out[i] = base::load_float(data, type, first + i * stride);
     }
@@ -68,11 +70,11 @@ struct Row {
   std::int64_t count = 0;
   std::int64_t stride = 1;
 
+  void* start() const { return static_cast<std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type)); }
   void store(const float* from) const {
     if (count == 0) return;
     if (stride == 1) {
-      auto* bytes = static_cast<std::byte*>(data) + first * static_cast<std::int64_t>(size_of(type));
-      tiles::kernels().narrow(from, bytes, type, count);
+      tiles::kernels().narrow(from, start(), type, count);
     } else {
       for (std::int64_t i = 0; i < count; ++i) base::store_float(data, type, first + i * stride, from[i]);
     }

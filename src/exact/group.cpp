@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "exact/columns.hpp"
-
 namespace kvant::exact {
 
 GroupGrid::GroupGrid(std::int64_t columns) : columns_(columns), storage_(static_cast<std::size_t>(columns) * 4) {
@@ -21,8 +19,8 @@ GroupGrid::GroupGrid(std::span<const std::uint8_t> bits) : GroupGrid(static_cast
   for (std::size_t c = 0; c < bits.size(); ++c) levels_[c] = levels_of(bits[c]);
 }
 
-void GroupGrid::fit(const float* const* rows, std::int64_t n_rows) {
-  exact::columns().min_max(rows, n_rows, columns_, min_, max_);
+void GroupGrid::fit(const ConstRows& rows) {
+  exact::columns().min_max(rows, columns_, min_, max_);
   rescale();
 }
 
@@ -30,12 +28,12 @@ void GroupGrid::rescale() {
   exact::columns().grid(min_, max_, levels_, columns_, scale_);
 }
 
-void GroupGrid::encode(const float* x, std::uint8_t* codes) const {
-  exact::columns().encode(x, min_, scale_, levels_, columns_, codes);
+void GroupGrid::encode(const ConstRows& rows, std::uint8_t* codes) const {
+  exact::columns().encode(rows, {min_, scale_, levels_}, columns_, codes, columns_);
 }
 
-void GroupGrid::decode(const std::uint8_t* codes, float* x) const {
-  exact::columns().decode(codes, min_, scale_, columns_, x);
+void GroupGrid::decode(const std::uint8_t* codes, const Rows& out, Rounding rounding) const {
+  exact::columns().decode(codes, columns_, {min_, scale_, levels_}, columns_, out, rounding);
 }
 
 }  // namespace kvant::exact

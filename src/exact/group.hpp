@@ -1,9 +1,11 @@
-// The group quantizer over float rows that are already widened.
+// The group quantizer over rows of one group.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
+
+#include "exact/columns.hpp"
 
 namespace kvant::exact {
 
@@ -25,13 +27,14 @@ class GroupGrid {
   GroupGrid(const GroupGrid&) = delete;  // the pointers below point into storage_
   GroupGrid& operator=(const GroupGrid&) = delete;
 
-  // Takes minimum and maximum from n_rows >= 1 rows.
-  void fit(const float* const* rows, std::int64_t n_rows);
+  // Takes minimum and maximum from at least one row.
+  void fit(const ConstRows& rows);
   // Recomputes the scales after min() and max() were filled from stored endpoints.
   void rescale();
 
-  void encode(const float* x, std::uint8_t* codes) const;
-  void decode(const std::uint8_t* codes, float* x) const;
+  // Codes of consecutive rows are columns() bytes apart.
+  void encode(const ConstRows& rows, std::uint8_t* codes) const;
+  void decode(const std::uint8_t* codes, const Rows& out, Rounding rounding = Rounding::direct) const;
 
   std::int64_t columns() const { return columns_; }
   float* min() { return min_; }

@@ -6,6 +6,7 @@
 #include "base/threads.hpp"
 #include "exact/elements.hpp"
 #include "exact/group.hpp"
+#include "exact/head_rows.hpp"
 
 namespace kvant {
 namespace {
@@ -49,25 +50,6 @@ void require_grid(const char* name, const Strided<T>& grid, int rank, const Matr
   exact::require_extent(name, first + 2, grid.extent[at(first + 2)], m.columns);
 }
 
-// The rows of one group as float.
-class GroupRows {
- public:
-  GroupRows(std::int64_t group_size, std::int64_t columns)
-      : values_(static_cast<std::size_t>(group_size * columns)), rows_(static_cast<std::size_t>(group_size)) {
-    for (std::int64_t r = 0; r < group_size; ++r) rows_[static_cast<std::size_t>(r)] = values_.data() + r * columns;
-  }
-  const float* const* load(const ConstArray& x, std::int64_t batch, std::int64_t first, std::int64_t count) {
-    for (std::int64_t r = 0; r < count; ++r) {
-      exact::row_of(x, batch, 0, first + r).load(const_cast<float*>(rows_[static_cast<std::size_t>(r)]));
-    }
-    return rows_.data();
-  }
-
- private:
-  std::vector<float> values_;
-  std::vector<const float*> rows_;
-};
-
 }  // namespace
 
 void group_quant_codes(const ConstArray& x, int bits, std::int64_t group_size, const Strided<std::uint8_t>& codes,
@@ -79,19 +61,19 @@ void group_quant_codes(const ConstArray& x, int bits, std::int64_t group_size, c
   require_grid("scale", scale, x.rank + 1, m, groups, 1);
   require_grid("zero", zero, x.rank + 1, m, groups, 1);
   base::parallel_for(m.batch, 0, [&](std::int64_t b, int) {
-    GroupRows loader(std::min(group_size, std::max<std::int64_t>(m.rows, 1)), m.columns);
+    const exact::HeadRows rows(x, b, 0);
     exact::GroupGrid grid(m.columns, bits);
     std::vector<std::uint8_t> row(static_cast<std::size_t>(m.columns));
     for (std::int64_t g = 0; g < groups; ++g) {
       const std::int64_t count = std::min(group_size, m.rows - g * group_size);
-      const float* const* rows = loader.load(x, b, g * group_size, count);
-      grid.fit(rows, count);
+      const exact::ConstRows group = rows.all().part(g * group_size, count);
+      grid.fit(group);
       for (std::int64_t c = 0; c < m.columns; ++c) {
         element(scale, b, g, 0, c) = grid.scale()[c];
         element(zero, b, g, 0, c) = grid.min()[c];
       }
       for (std::int64_t r = 0; r < group_size; ++r) {
-        if (r < count) grid.encode(rows[r], row.data());
+        if (r < count) grid.encode(group.part(r, 1), row.data());
         for (std::int64_t c = 0; c < m.columns; ++c) element(codes, b, g, r, c) = row[static_cast<std::size_t>(c)];
       }
     }
@@ -128,18 +110,18 @@ void group_quant_dequant(const ConstArray& x, int bits, std::int64_t group_size,
   for (int axis = 0; axis < x.rank; ++axis)
     exact::require_extent("out", axis, out.extent[at(axis)], x.extent[at(axis)]);
   base::parallel_for(m.batch, 0, [&](std::int64_t b, int) {
-    GroupRows loader(std::min(group_size, std::max<std::int64_t>(m.rows, 1)), m.columns);
+    const exact::HeadRows rows(x, b, 0);
     exact::GroupGrid grid(m.columns, bits);
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(m.columns));
-    std::vector<float> row(static_cast<std::size_t>(m.columns));
+    exact::FloatRows result(1, m.columns);
     for (std::int64_t first = 0; first < m.rows; first += group_size) {
       const std::int64_t count = std::min(group_size, m.rows - first);
-      const float* const* rows = loader.load(x, b, first, count);
-      grid.fit(rows, count);
+      const exact::ConstRows group = rows.all().part(first, count);
+      grid.fit(group);
       for (std::int64_t r = 0; r < count; ++r) {
-        grid.encode(rows[r], codes.data());
-        grid.decode(codes.data(), row.data());
-        exact::row_of(out, b, 0, first + r).store(row.data());
+        grid.encode(group.part(r, 1), codes.data());
+        grid.decode(codes.data(), result.writable(1));
+        exact::row_of(out, b, 0, first + r).store(result.row(0));
       }
     }
   });

@@ -43,26 +43,25 @@ Packer::Packer(const PackedLayout& layout, const Widths& widths)
     : layout_(layout),
       widths_(widths),
       grid_(widths.bits),
-      values_(size(layout.group_size * layout.columns)),
-      rows_(size(layout.group_size)),
       codes_(size(kChunk * layout.columns)),
-      planes_(size(widths.extra * layout.columns)) {
-  for (std::int64_t r = 0; r < layout.group_size; ++r) rows_[size(r)] = values_.data() + r * layout.columns;
-}
+      planes_(size(widths.extra * layout.columns)) {}
 
-void Packer::pack_group(std::int64_t first, std::int64_t count, std::byte* data) {
-  grid_.fit(rows_.data(), count);
-  std::byte* ends = data + layout_.ends + size(first / layout_.group_size) * 2 * layout_.end_row_bytes();
-  tiles::kernels().narrow(grid_.min(), ends, layout_.type, layout_.columns);
-  tiles::kernels().narrow(grid_.max(), ends + layout_.end_row_bytes(), layout_.type, layout_.columns);
-  for (std::int64_t r = 0; r < count; ++r) {
-    const std::int64_t row = first + r;
+void Packer::pack(const ConstRows& rows, std::byte* data) {
+  const std::int64_t n = layout_.columns;
+  for (std::int64_t row = 0; row < layout_.rows;) {
+    if (row % layout_.group_size == 0) {
+      grid_.fit(rows.part(row, std::min(layout_.group_size, layout_.rows - row)));
+      std::byte* ends = data + layout_.ends + size(row / layout_.group_size) * 2 * layout_.end_row_bytes();
+      tiles::kernels().narrow(grid_.min(), ends, layout_.type, n);
+      tiles::kernels().narrow(grid_.max(), ends + layout_.end_row_bytes(), layout_.type, n);
+    }
     const std::int64_t place = row % kChunk;
-    grid_.encode(rows_[size(r)], codes_.data() + place * layout_.columns);
-    const bool last = row + 1 == layout_.rows;
-    if (place + 1 < kChunk && !last) continue;
-    if (last) std::fill(codes_.begin() + (place + 1) * layout_.columns, codes_.end(), std::uint8_t{0});
-    write_chunk(data + (row / kChunk) * layout_.chunk_bytes);
+    const std::int64_t count = layout_.run(row, layout_.rows - row);
+    grid_.encode(rows.part(row, count), codes_.data() + place * n);
+    row += count;
+    const bool last = row == layout_.rows;
+    if (last) std::fill(codes_.begin() + (place + count) * n, codes_.end(), std::uint8_t{0});
+    if (last || row % kChunk == 0) write_chunk(data + ((row - 1) / kChunk) * layout_.chunk_bytes);
   }
 }
 
@@ -78,10 +77,11 @@ void Packer::write_chunk(std::byte* chunk) {
   }
 }
 
-PackedReader::PackedReader(const PackedLayout& layout, const Widths& widths, const std::byte* data)
+PackedReader::PackedReader(const PackedLayout& layout, const Widths& widths, const std::byte* data, Rounding rounding)
     : layout_(layout),
       widths_(widths),
       data_(data),
+      rounding_(rounding),
       grid_(widths.bits),
       codes_(size(kChunk * layout.columns)),
       planes_(size(widths.extra * layout.columns)) {}
@@ -108,10 +108,15 @@ void PackedReader::load_group(std::int64_t group) {
   group_ = group;
 }
 
-void PackedReader::read(std::int64_t row, float* out) {
-  if (row / kChunk != chunk_) load_chunk(row / kChunk);
-  if (row / layout_.group_size != group_) load_group(row / layout_.group_size);
-  grid_.decode(codes_.data() + row % kChunk * layout_.columns, out);
+void PackedReader::read(std::int64_t first, const Rows& out) {
+  for (std::int64_t done = 0; done < out.count;) {
+    const std::int64_t row = first + done;
+    if (row / kChunk != chunk_) load_chunk(row / kChunk);
+    if (row / layout_.group_size != group_) load_group(row / layout_.group_size);
+    const std::int64_t count = layout_.run(row, out.count - done);
+    grid_.decode(codes_.data() + row % kChunk * layout_.columns, out.part(done, count), rounding_);
+    done += count;
+  }
 }
 
 }  // namespace kvant::exact

@@ -48,31 +48,25 @@ struct PackedLayout {
   PackedLayout() = default;
   PackedLayout(std::int64_t rows, std::int64_t columns, std::int64_t group_size, DType type, const Widths& widths);
   std::size_t end_row_bytes() const { return static_cast<std::size_t>(columns) * size_of(type); }
+  // Rows from `row` on, at most `limit`, that share its chunk and its group.
+  std::int64_t run(std::int64_t row, std::int64_t limit) const {
+    return std::min({limit, kChunk - row % kChunk, group_size - row % group_size});
+  }
 };
 
-// Packs rows in order; load(row, float* out) fetches them.
 class Packer {
  public:
   Packer(const PackedLayout& layout, const Widths& widths);
 
-  template <typename Load>
-  void pack(const Load& load, std::byte* data) {
-    for (std::int64_t first = 0; first < layout_.rows; first += layout_.group_size) {
-      const std::int64_t count = std::min(layout_.group_size, layout_.rows - first);
-      for (std::int64_t r = 0; r < count; ++r) load(first + r, values_.data() + r * layout_.columns);
-      pack_group(first, count, data);
-    }
-  }
+  // Packs layout.rows rows.
+  void pack(const ConstRows& rows, std::byte* data);
 
  private:
-  void pack_group(std::int64_t first, std::int64_t count, std::byte* data);
   void write_chunk(std::byte* chunk);
 
   const PackedLayout& layout_;
   const Widths& widths_;
   GroupGrid grid_;
-  std::vector<float> values_;  // a group of rows
-  std::vector<const float*> rows_;
   std::vector<std::uint8_t> codes_;   // a chunk of rows
   std::vector<std::uint8_t> planes_;  // extra planes before their columns are gathered
 };
@@ -80,8 +74,10 @@ class Packer {
 // Reads rows of a packed matrix; neighbours share the work for their chunk and group.
 class PackedReader {
  public:
-  PackedReader(const PackedLayout& layout, const Widths& widths, const std::byte* data);
-  void read(std::int64_t row, float* out);
+  PackedReader(const PackedLayout& layout, const Widths& widths, const std::byte* data,
+               Rounding rounding = Rounding::direct);
+  // Rows first..first+out.count-1.
+  void read(std::int64_t first, const Rows& out);
 
  private:
   void load_chunk(std::int64_t chunk);
@@ -90,6 +86,7 @@ class PackedReader {
   const PackedLayout& layout_;
   const Widths& widths_;
   const std::byte* data_;
+  Rounding rounding_;
   GroupGrid grid_;
   std::int64_t chunk_ = -1;
   std::int64_t group_ = -1;

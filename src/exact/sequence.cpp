@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "exact/head_rows.hpp"
+
 namespace kvant::exact {
 namespace {
 
@@ -15,27 +17,37 @@ void round_to(DType type, float* x, std::int64_t n, std::vector<std::uint16_t>& 
   tiles::kernels().widen(scratch.data(), type, x, n);
 }
 
+constexpr std::int64_t kMaxExtent = std::int64_t{1} << 20;  // of batch, heads and channels in an image
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
+
 }  // namespace
 
+void SideShape::transfer(Archive& archive) {
+  archive.number("batch", batch, 0, kMaxExtent);
+  archive.number("heads", heads, batch == 0 ? 0 : 1, kMaxExtent);
+  archive.number("channels", dim, batch == 0 ? 0 : 1, kMaxExtent);
+  archive.type(type);
+}
+
 void Block::read(std::int64_t head, std::int64_t first, std::int64_t count, float* out, std::int64_t stride) const {
-  decode(head, first, count, out, stride);
+  decode(head, first, {row_pointers<float, void*>(out, count, stride).data(), count, DType::f32});
   std::vector<std::uint16_t> scratch;
   for (std::int64_t r = 0; r < count; ++r) round_to(shape_.type, out + r * stride, shape_.dim, scratch);
 }
 
 void Block::store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out, std::int64_t at) const {
-  const bool rounds_once = out.type == shape_.type;
+  const auto target = [&](std::int64_t r) { return row_of(out, head / shape_.heads, head % shape_.heads, at + r); };
+  if (out.type == shape_.type && out.stride[3] == 1) {
+    std::vector<void*> rows(static_cast<std::size_t>(count));
+    for (std::int64_t r = 0; r < count; ++r) rows[static_cast<std::size_t>(r)] = target(r).start();
+    decode(head, first, {rows.data(), count, out.type});
+    return;
+  }
   std::vector<float> rows(static_cast<std::size_t>(std::min(kRowsAtOnce, count) * shape_.dim));
   for (std::int64_t done = 0; done < count; done += kRowsAtOnce) {
     const std::int64_t n = std::min(kRowsAtOnce, count - done);
-    if (rounds_once) {
-      decode(head, first + done, n, rows.data(), shape_.dim);
-    } else {
-      read(head, first + done, n, rows.data(), shape_.dim);
-    }
-    for (std::int64_t r = 0; r < n; ++r) {
-      row_of(out, head / shape_.heads, head % shape_.heads, at + done + r).store(rows.data() + r * shape_.dim);
-    }
+    read(head, first + done, n, rows.data(), shape_.dim);
+    for (std::int64_t r = 0; r < n; ++r) target(done + r).store(rows.data() + r * shape_.dim);
   }
 }
 
@@ -61,9 +73,7 @@ void RowBlock::copy(std::int64_t head, std::int64_t at, const ConstArray& x, std
   }
   const std::int64_t together = x.stride[2] == shape().dim ? count : 1;  // rows that follow each other in x
   for (std::int64_t r = 0; r < count; r += together) {
-    const auto* bytes =
-        static_cast<const std::byte*>(x.data) + source(r).first * static_cast<std::int64_t>(size_of(x.type));
-    std::memcpy(row(head, at + r), bytes, static_cast<std::size_t>(together) * shape().row_bytes());
+    std::memcpy(row(head, at + r), source(r).start(), static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
@@ -75,16 +85,24 @@ void RowBlock::store(std::int64_t head, std::int64_t first, std::int64_t count, 
   }
   const std::int64_t together = out.stride[2] == shape().dim ? count : 1;  // rows that follow each other in out
   for (std::int64_t r = 0; r < count; r += together) {
-    const Row target = row_of(out, head / shape().heads, head % shape().heads, at + r);
-    auto* bytes = static_cast<std::byte*>(out.data) + target.first * static_cast<std::int64_t>(size_of(out.type));
-    std::memcpy(bytes, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
+    void* target = row_of(out, head / shape().heads, head % shape().heads, at + r).start();
+    std::memcpy(target, row(head, first + r), static_cast<std::size_t>(together) * shape().row_bytes());
   }
 }
 
-void RowBlock::decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-                      std::int64_t stride) const {
-  for (std::int64_t r = 0; r < count; ++r) {
-    tiles::kernels().widen(row(head, first + r), shape().type, out + r * stride, shape().dim);
+void RowBlock::transfer(Archive& archive) {
+  for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+    archive.bytes(row(head, 0), static_cast<std::size_t>(tokens()) * shape().row_bytes());
+  }
+}
+
+void RowBlock::decode(std::int64_t head, std::int64_t first, const Rows& out) const {
+  for (std::int64_t r = 0; r < out.count; ++r) {
+    if (out.type == shape().type) {
+      std::memcpy(out.row[r], row(head, first + r), shape().row_bytes());
+    } else {  // to float: read() asks for nothing else
+      tiles::kernels().widen(row(head, first + r), shape().type, static_cast<float*>(out.row[r]), shape().dim);
+    }
   }
 }
 
@@ -140,6 +158,40 @@ void Sequence::fetch(const Array& out, std::int64_t first, int threads) const {
       block.store(head, from, n, out, at);
     });
   });
+}
+
+void Sequence::transfer(Archive& archive, const MakePacked& make_packed) {
+  shape_.transfer(archive);
+  auto count = static_cast<std::int64_t>(blocks_.size());
+  archive.number("blocks", count, 0, kMaxTokens);
+  archive.require(count == 0 || shape_.batch > 0, "blocks without a shape");
+  for (std::int64_t i = 0; i < count; ++i) {
+    Block* block = archive.reads() ? nullptr : blocks_[static_cast<std::size_t>(i)].get();
+    std::uint8_t holds_rows = dynamic_cast<RowBlock*>(block) != nullptr ? 1 : 0;
+    std::int64_t saved = block == nullptr ? 0 : block->saved_tokens();
+    std::int64_t used = block == nullptr ? 0 : block->tokens();
+    archive.number("kind of a block", holds_rows, 0, 1);
+    archive.number("tokens of a block", saved, 1, kMaxTokens);
+    archive.number("tokens in use", used, 1, saved);
+    // A packed value has at least one bit.
+    const std::size_t rows =
+        base::checked_multiply(static_cast<std::size_t>(shape_.all_heads()), static_cast<std::size_t>(saved));
+    const std::size_t bits = holds_rows != 0 ? 8 * shape_.row_bytes() : static_cast<std::size_t>(shape_.dim);
+    archive.need(base::checked_multiply(rows, bits) / 8);
+    std::unique_ptr<Block> made;
+    if (archive.reads()) {
+      if (holds_rows != 0) {
+        made = std::make_unique<RowBlock>(shape_, saved);
+      } else {
+        made = make_packed(shape_, saved);
+      }
+      block = made.get();
+    }
+    block->transfer(archive);
+    if (!archive.reads()) continue;
+    made->set_tokens(used);
+    push(std::move(made));
+  }
 }
 
 std::size_t Sequence::bytes() const {

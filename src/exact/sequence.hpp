@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "base/aligned.hpp"
 #include "base/threads.hpp"
+#include "exact/archive.hpp"
+#include "exact/columns.hpp"
 #include "exact/elements.hpp"
 
 namespace kvant::exact {
@@ -21,6 +24,7 @@ struct SideShape {
 
   std::int64_t all_heads() const { return batch * heads; }
   std::size_t row_bytes() const { return static_cast<std::size_t>(dim) * size_of(type); }
+  void transfer(Archive& archive);
 };
 
 // Consecutive tokens of every head. Only its length ever changes after it was filled.
@@ -42,10 +46,14 @@ class Block {
   // Bytes of this object and of everything that it owns.
   virtual std::size_t bytes() const = 0;
 
+  // Tokens that the block was made for, trimmed ones included; rows are saved without those.
+  virtual std::int64_t saved_tokens() const = 0;
+  // The contents, to an archive or from it; the constructor's arguments are the sequence's business.
+  virtual void transfer(Archive& archive) = 0;
+
  protected:
-  // As read, before the rounding to the cache's type.
-  virtual void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-                      std::int64_t stride) const = 0;
+  // Rows first..first+out.count-1 in out's type, rounded once.
+  virtual void decode(std::int64_t head, std::int64_t first, const Rows& out) const = 0;
 
  private:
   SideShape shape_;
@@ -65,10 +73,11 @@ class RowBlock final : public Block {
   void store(std::int64_t head, std::int64_t first, std::int64_t count, const Array& out,
              std::int64_t at) const override;
   std::size_t bytes() const override { return sizeof(RowBlock) + data_bytes_; }
+  std::int64_t saved_tokens() const override { return tokens(); }
+  void transfer(Archive& archive) override;
 
  protected:
-  void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-              std::int64_t stride) const override;
+  void decode(std::int64_t head, std::int64_t first, const Rows& out) const override;
 
  private:
   std::byte* row(std::int64_t head, std::int64_t token) const {
@@ -107,6 +116,10 @@ class Sequence {
 
   // Bytes owned, without sizeof(*this).
   std::size_t bytes() const;
+
+  // Shape and blocks; make_packed(tokens) makes an empty packed block to read into.
+  using MakePacked = std::function<std::unique_ptr<Block>(const SideShape& shape, std::int64_t tokens)>;
+  void transfer(Archive& archive, const MakePacked& make_packed);
 
  private:
   // Tokens of one block that belong to a range: block, first token in it, count, distance from the range's start.

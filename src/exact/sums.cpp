@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
-#include "exact/columns.hpp"
+#include "tiles/kernels.hpp"
 
 namespace kvant::exact {
 namespace {
@@ -18,42 +19,34 @@ float sum(const float* x, std::int64_t n, std::int64_t stride) {
   return total;
 }
 
-void column_sums(const float* x, std::int64_t rows, std::int64_t columns_count, float* sums) {
-  std::fill_n(sums, columns_count, 0.0F);
-  for (std::int64_t r = 0; r < rows; ++r) columns().add(x + r * columns_count, columns_count, sums);
+void column_means(const ConstRows& x, std::int64_t columns_count, float* means) {
+  std::fill_n(means, columns_count, 0.0F);
+  columns().add(x, columns_count, means);
+  columns().multiply(reciprocal(x.count), columns_count, means);
 }
 
-void column_means(const float* x, std::int64_t rows, std::int64_t columns_count, float* means) {
-  column_sums(x, rows, columns_count, means);
-  columns().multiply(reciprocal(rows), columns_count, means);
-}
-
-void column_variances(const float* x, std::int64_t rows, std::int64_t columns_count, float* means, float* variances) {
-  column_means(x, rows, columns_count, means);
+void column_variances(const ConstRows& x, std::int64_t columns_count, float* means, float* variances) {
+  column_means(x, columns_count, means);
   std::fill_n(variances, columns_count, 0.0F);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    columns().add_squared_differences(x + r * columns_count, means, columns_count, variances);
-  }
-  columns().multiply(reciprocal(rows), columns_count, variances);
+  columns().add_squared_differences(x, means, columns_count, variances);
+  columns().multiply(reciprocal(x.count), columns_count, variances);
 }
 
-void row_norms(const float* x, std::int64_t rows, std::int64_t columns_count, float* norms) {
-  std::int64_t r = 0;
-  for (; r + kChains <= rows; r += kChains) {
+void row_norms(const ConstRows& x, std::int64_t columns_count, float* norms) {
+  std::vector<float> block(static_cast<std::size_t>(kChains * columns_count));
+  for (std::int64_t first = 0; first < x.count; first += kChains) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(kChains, x.count - first));
+    for (int i = 0; i < rows; ++i) {
+      tiles::kernels().widen(x.row[first + i], x.type, block.data() + i * columns_count, columns_count);
+    }
     float totals[kChains] = {};
-    const float* block = x + r * columns_count;
     for (std::int64_t c = 0; c < columns_count; ++c) {
       for (int i = 0; i < kChains; ++i) {
-        const float value = block[i * columns_count + c];
+        const float value = block[static_cast<std::size_t>(i * columns_count + c)];
         totals[i] += value * value;
       }
     }
-    for (int i = 0; i < kChains; ++i) norms[r + i] = std::sqrt(totals[i]);
-  }
-  for (; r < rows; ++r) {
-    float total = 0;
-    for (std::int64_t c = 0; c < columns_count; ++c) total += x[r * columns_count + c] * x[r * columns_count + c];
-    norms[r] = std::sqrt(total);
+    for (int i = 0; i < rows; ++i) norms[first + i] = std::sqrt(totals[i]);
   }
 }
 

@@ -112,66 +112,68 @@ void Dequantize(const std::uint8_t* codes, int n, float min, float step, float* 
 
 using Doubles = double __attribute__((vector_size(64)));
 using Floats = float __attribute__((vector_size(32)));
-using Codes = std::uint8_t __attribute__((vector_size(8)));
 
-// `count` elements (a constant 8 but at the end of a row), zeros behind them: they change no lane's sum. Vectors of
-// this size go by reference, because returning one would depend on the instruction set.
-template <typename V, typename T>
-HWY_INLINE void LoadEight(const T* from, int count, V& value) {
-  value = V{};
-  std::memcpy(&value, from, static_cast<std::size_t>(count) * sizeof(T));
+// Eight codes and values as doubles. Vectors of this size go by reference, because returning one would depend on the
+// instruction set.
+HWY_INLINE void LoadEight(const std::uint8_t* codes, const float* x, Floats& code, Doubles& value) {
+  const hn::CappedTag<float, 8> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::Rebind<std::uint8_t, decltype(d)> d8;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  alignas(32) float wide[8];
+  for (int i = 0; i < 8; i += lanes) {
+    hn::Store(hn::ConvertTo(d, hn::PromoteTo(di, hn::LoadU(d8, codes + i))), d, wide + i);
+  }
+  std::memcpy(&code, wide, sizeof code);
+  Floats narrow;
+  std::memcpy(&narrow, x, sizeof narrow);
+  value = __builtin_convertvector(narrow, Doubles);
 }
 
 HWY_INLINE double AddLanes(const Doubles& v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-LineSums SumLine(const std::uint8_t* codes, const float* x, int n) {
-  using Ints = std::int32_t __attribute__((vector_size(32)));
-  Doubles value = {};
-  Doubles product = {};
-  Ints code_sum = {};  // a row has far fewer than 2^15 values
-  Ints square_sum = {};
-  const auto add = [&](int i, int count) HWY_ATTR {
-    Floats narrow;
-    Codes code;
-    LoadEight(x + i, count, narrow);
-    LoadEight(codes + i, count, code);
-    const auto wide = __builtin_convertvector(narrow, Doubles);
-    const auto integer = __builtin_convertvector(code, Ints);
-    value += wide;
-    product += __builtin_convertvector(integer, Doubles) * wide;
-    code_sum += integer;
-    square_sum += integer * integer;
-  };
+// Calls add(codes, x, count) for every eight elements; the last ones are copied, with zeros behind them.
+template <class Add>
+HWY_INLINE void ForEachEight(const std::uint8_t* codes, const float* x, int n, const Add& add) {
   int i = 0;
-  for (; i + 8 <= n; i += 8) add(i, 8);
-  if (i < n) add(i, n - i);
-  LineSums sums;
-  sums.value = AddLanes(value);
-  sums.product = AddLanes(product);
-  for (int lane = 0; lane < 8; ++lane) {
-    sums.code += code_sum[lane];
-    sums.code_square += square_sum[lane];
-  }
-  return sums;
+  for (; i + 8 <= n; i += 8) add(codes + i, x + i, 8);
+  if (i == n) return;
+  std::uint8_t last_codes[8] = {};
+  float last[8] = {};
+  std::memcpy(last_codes, codes + i, static_cast<std::size_t>(n - i));
+  std::memcpy(last, x + i, static_cast<std::size_t>(n - i) * sizeof(float));
+  add(last_codes, last, n - i);
+}
+
+LineSums SumLine(const std::uint8_t* codes, const float* x, int n) {
+  Doubles value = {}, product = {}, code_sum = {}, square_sum = {};
+  ForEachEight(codes, x, n, [&](const std::uint8_t* c, const float* v, int) HWY_ATTR {
+    Floats code;
+    Doubles wide;
+    LoadEight(c, v, code, wide);
+    const auto exact = __builtin_convertvector(code, Doubles);
+    value += wide;
+    product += exact * wide;
+    code_sum += exact;
+    square_sum += exact * exact;
+  });
+  return {static_cast<std::int64_t>(AddLanes(code_sum)), static_cast<std::int64_t>(AddLanes(square_sum)),
+          AddLanes(value), AddLanes(product)};
 }
 
 double GridError(const std::uint8_t* codes, const float* x, int n, float min, float step) {
   Doubles error = {};
-  const auto add = [&](int i, int count) HWY_ATTR {
-    Floats narrow;
-    Codes code;
-    LoadEight(x + i, count, narrow);
-    LoadEight(codes + i, count, code);
-    const Floats point = min + __builtin_convertvector(code, Floats) * step;
-    Doubles difference = __builtin_convertvector(narrow, Doubles) - __builtin_convertvector(point, Doubles);
+  ForEachEight(codes, x, n, [&](const std::uint8_t* c, const float* v, int count) HWY_ATTR {
+    Floats code;
+    Doubles difference;
+    LoadEight(c, v, code, difference);
+    const Floats point = min + code * step;
+    difference -= __builtin_convertvector(point, Doubles);
     for (int lane = count; lane < 8; ++lane) difference[lane] = 0;
     error += difference * difference;
-  };
-  int i = 0;
-  for (; i + 8 <= n; i += 8) add(i, 8);
-  if (i < n) add(i, n - i);
+  });
   return AddLanes(error);
 }
 

@@ -140,15 +140,14 @@ KVANT_DOT_ATTR HWY_NOINLINE void DotBlock(const DotArgs& a, Tiles tiles, Vectors
   (StoreTotal(a, total[A], A % kVectors, a.out + (A % kVectors) * a.out_stride + (A / kVectors) * kLanes), ...);
 }
 
-// Sums, codes and x fit the registers: 32 with AVX-512, else 16.
-template <int kVectors>
-constexpr int tiles_at_once() {
-  return KVANT_VNNI ? (kVectors == 1 ? 4 : 2) : (kVectors <= 2 ? 2 : 1);
+// Row tiles of a call: sums, codes and x fit the registers, 32 with AVX-512, else 16.
+constexpr int tiles_at_once(int vectors) {
+  return KVANT_VNNI ? (vectors == 1 ? 4 : 2) : (vectors <= 2 ? 2 : 1);
 }
 
 template <int kVectors, bool kWide>
 void DotTiles(DotArgs a, int tiles) {
-  constexpr int kTiles = tiles_at_once<kVectors>();
+  constexpr int kTiles = tiles_at_once(kVectors);
   float* out = a.out;
   for (a.tile = 0; a.tile < tiles;) {
     const bool full = tiles - a.tile >= kTiles;
@@ -282,10 +281,11 @@ struct Program {
 void MultiplyCodes(const CodeProduct& a) {
   alignas(64) std::uint8_t codes[kMaxDepth / kQuad * 4 * kGroupBytes];
   Program program(a);
-  // A call covers kSumRows rows of at least one row tile: shares of whole lines, the last one may reach past the end.
-  const std::size_t calls =
-      static_cast<std::size_t>(row_tiles(a.rows) * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
-  const std::size_t share = base::round_up(a.ahead.bytes / std::max<std::size_t>(calls, 1), std::size_t{kGroupBytes});
+  // Each call for the first vectors asks for an equal share of whole lines; the last one may reach past the end.
+  const int per_tile = kLanes / kSumRows;
+  const int at_once = tiles_at_once(std::min(4, a.vectors));
+  const auto calls = static_cast<std::size_t>(std::max(1, row_tiles(a.rows) * per_tile / at_once));
+  const std::size_t share = base::round_up((a.ahead.bytes + calls - 1) / calls, std::size_t{kGroupBytes});
   const std::byte* ahead = a.ahead.data;
   for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
     const int previous = tiles;
@@ -317,7 +317,7 @@ void MultiplyCodes(const CodeProduct& a) {
         DotVectors<false>(dot, tiles, a.vectors);
       }
     }
-    ahead += share * static_cast<std::size_t>(tiles * (kLanes / kSumRows)) / (a.vectors <= 2 ? 2 : 1);
+    ahead += share * static_cast<std::size_t>(tiles * per_tile / at_once);
   }
 }
 

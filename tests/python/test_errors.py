@@ -1,8 +1,5 @@
 """Bad arguments: typed errors that name the argument, and objects that are unchanged afterwards."""
 
-import copy
-import pickle
-
 import kvant
 import numpy as np
 import pytest
@@ -143,26 +140,3 @@ def test_kvquant_needs_values_of_the_keys_size():
 def test_kvquant_needs_values_of_the_keys_type():
     with pytest.raises(kvant.Error, match="f32"):
         kvant.KVQuantKVCache(kvant.KVCacheConfig()).update_and_fetch(block(20), block(20, dtype="f32"))
-
-
-@pytest.mark.parametrize("cls", CACHES)
-def test_state(cls):
-    cache, fresh = cls(kvant.KVCacheConfig()), cls(kvant.KVCacheConfig())
-    assert cache.state == (None, None, 0)
-    keys, values = cache.update_and_fetch(block(40), block(40, seed=1))
-    state = cache.state
-    assert_bits(state[0], keys)
-    assert_bits(state[1], values)
-    assert state[2] == 40
-    with pytest.raises(kvant.Error, match="state"):
-        fresh.state = state
-    cache.state = (None, None, 0)
-    assert cache.empty() and cache.offset == 0 and cache.compressed_key_bytes == 0
-    assert_bits(cache.update_and_fetch(block(9), block(9))[0], fresh.update_and_fetch(block(9), block(9))[0])
-
-
-@pytest.mark.parametrize("cls", CACHES)
-@pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(cls, operation):
-    with pytest.raises(TypeError, match=cls.__name__):
-        operation(cls(kvant.KVCacheConfig()))

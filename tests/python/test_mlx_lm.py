@@ -10,7 +10,7 @@ import mlx.core as mx
 from bits import assert_bits
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import llama, qwen3
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 from veloxquant_mlx.cache.base import KVCacheConfig as TheirConfig
 from veloxquant_mlx.cache.base import KVCacheFactory
 
@@ -153,3 +153,22 @@ def test_kitty_merges_into_a_plain_batch_cache_as_the_reference_does():
     assert type(got) is type(want)
     assert_bits(got.keys[..., : max(lengths), :], want.keys[..., : max(lengths), :])
     assert_bits(got.values[..., : max(lengths), :], want.values[..., : max(lengths), :])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompt_cache_files(method, prompt, tmp_path):
+    """mlx_lm's own save and load: generation from the file is generation from the cache, and from the package's."""
+    model = make_model("llama", mx.float16)
+    ours, theirs = our_caches(method), their_caches(method)
+    for caches in (ours, theirs):
+        generate(model, caches, prompt, count=6)
+    path = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(path, ours, {"model": "test"})
+    kvant.register_with_mlx_lm()
+    loaded, metadata = load_prompt_cache(path, return_metadata=True)
+    assert metadata == {"model": "test"} and [type(c) for c in loaded] == [type(c) for c in ours]
+    assert_same_rows(loaded, theirs)
+    got, want = generate(model, loaded, prompt[:20]), generate(model, theirs, prompt[:20])
+    assert got[0] == want[0] == generate(model, ours, prompt[:20])[0]
+    assert_bits(got[1], want[1], "log probabilities")
+    assert_same_rows(loaded, theirs)

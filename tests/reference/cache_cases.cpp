@@ -1,6 +1,10 @@
 #include "reference/cache_cases.hpp"
 
+#include <gtest/gtest.h>
+
 #include <cstring>
+
+#include "kvant/error.hpp"
 
 namespace kvant::golden {
 namespace {
@@ -128,6 +132,33 @@ std::string run_cache_case(const Case& c, ReferenceCache& cache, const Property&
     ++number;
   }
   return {};
+}
+
+void expect_histories(const std::string& class_name, const std::function<std::string(const Case&)>& run) {
+  int refused = 0;
+  for (const Case& c : cases_of("cache", class_name)) {
+    if (c.json.value("note", "").starts_with("negative trim")) {
+      EXPECT_THROW(run(c), Error) << c.id();
+      ++refused;
+    } else {
+      EXPECT_EQ(run(c), "") << c.id();
+    }
+  }
+  EXPECT_EQ(refused, 1);
+}
+
+void expect_refused_configs(const std::string& class_name, const std::function<void(const KVCacheConfig&)>& construct) {
+  for (const Case& c : cases_of("error", class_name)) {
+    if (!c.json.contains("config")) continue;
+    try {
+      construct(config_of(c));
+      ADD_FAILURE() << c.id() << " was accepted";
+    } catch (const Error& error) {
+      for (const Json& name : c.json.at("names")) {
+        EXPECT_NE(std::string(error.what()).find(name.get<std::string>()), std::string::npos) << error.what();
+      }
+    }
+  }
 }
 
 }  // namespace kvant::golden

@@ -20,4 +20,10 @@ using AfterStep = std::function<std::string(const Json& step)>;
 // Runs every step; "" or the first difference. Throws what the cache throws.
 std::string run_cache_case(const Case& c, ReferenceCache& cache, const Property& property, const AfterStep& after = {});
 
+// Every golden history of a class, by run(case); a negative trim is decided: refused.
+void expect_histories(const std::string& class_name, const std::function<std::string(const Case&)>& run);
+
+// Configs that the reference's class refuses, by construct(config): refused with the names that the case asks for.
+void expect_refused_configs(const std::string& class_name, const std::function<void(const KVCacheConfig&)>& construct);
+
 }  // namespace kvant::golden

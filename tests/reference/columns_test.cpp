@@ -8,6 +8,8 @@
 #include <limits>
 #include <random>
 
+#include "base/half.hpp"
+
 namespace kvant::exact {
 namespace {
 
@@ -27,6 +29,10 @@ std::vector<float> random_values(std::size_t count, std::mt19937& random) {
   return values;
 }
 
+ConstRows one_row(const void* const& row) {
+  return {&row, 1, DType::f32};
+}
+
 void expect_bits(const char* what, const char* target, const std::vector<float>& got, const std::vector<float>& want) {
   for (std::size_t i = 0; i < want.size(); ++i) {
     if (std::isnan(want[i]) && std::isnan(got[i])) continue;
@@ -36,29 +42,57 @@ void expect_bits(const char* what, const char* target, const std::vector<float>&
   }
 }
 
+// A matrix in one of the types; `wide` is what it holds.
+struct Matrix {
+  Matrix(std::size_t rows, std::size_t columns, DType element, std::mt19937& random)
+      : type(element), wide(random_values(rows * columns, random)), narrow(wide.size() * size_of(element)) {
+    for (std::size_t i = 0; i < wide.size(); ++i) {
+      const auto index = static_cast<std::int64_t>(i);
+      base::store_float(narrow.data(), type, index, wide[i]);
+      wide[i] = base::load_float(narrow.data(), type, index);
+    }
+    for (std::size_t r = 0; r < rows; ++r) pointers.push_back(narrow.data() + r * columns * size_of(type));
+  }
+  ConstRows rows() const { return {pointers.data(), static_cast<std::int64_t>(pointers.size()), type}; }
+
+  DType type;
+  std::vector<float> wide;
+  std::vector<std::byte> narrow;
+  std::vector<const void*> pointers;
+};
+
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16};
+constexpr std::size_t kRows = 5;
+
 TEST(Columns, SumsEqualTheirDefinition) {
   std::mt19937 random(3);
   for (const ColumnKernels& k : all_columns()) {
     for (const int n : kSizes) {
-      const auto size = static_cast<std::size_t>(n);
-      const std::vector<float> x = random_values(size, random);
-      const std::vector<float> mean = random_values(size, random);
-      std::vector<float> got(size, 0.5F);
-      std::vector<float> want(size, 0.5F);
-      k.add(x.data(), n, got.data());
-      k.add_squares(x.data(), n, got.data());
-      k.add_squared_differences(x.data(), mean.data(), n, got.data());
-      k.multiply(0.3F, n, got.data());
-      for (std::size_t c = 0; c < size; ++c) {
-        want[c] += x[c];
-        const float square = x[c] * x[c];
-        want[c] += square;
-        const float difference = x[c] - mean[c];
-        const float squared = difference * difference;
-        want[c] += squared;
-        want[c] *= 0.3F;
+      for (const DType type : kTypes) {
+        const auto size = static_cast<std::size_t>(n);
+        const Matrix x(kRows, size, type, random);
+        const std::vector<float> mean = random_values(size, random);
+        std::vector<float> got(size, 0.5F);
+        std::vector<float> want(size, 0.5F);
+        k.add(x.rows(), n, got.data());
+        k.add_squares(x.rows(), n, got.data());
+        k.add_squared_differences(x.rows(), mean.data(), n, got.data());
+        k.multiply(0.3F, n, got.data());
+        for (std::size_t c = 0; c < size; ++c) {
+          for (std::size_t r = 0; r < kRows; ++r) want[c] += x.wide[r * size + c];
+          for (std::size_t r = 0; r < kRows; ++r) {
+            const float square = x.wide[r * size + c] * x.wide[r * size + c];
+            want[c] += square;
+          }
+          for (std::size_t r = 0; r < kRows; ++r) {
+            const float difference = x.wide[r * size + c] - mean[c];
+            const float squared = difference * difference;
+            want[c] += squared;
+          }
+          want[c] *= 0.3F;
+        }
+        expect_bits("sums", k.target, got, want);
       }
-      expect_bits("sums", k.target, got, want);
     }
   }
 }
@@ -67,26 +101,26 @@ TEST(Columns, ExtremesPropagateNaN) {
   std::mt19937 random(4);
   for (const ColumnKernels& k : all_columns()) {
     for (const int n : kSizes) {
-      const auto size = static_cast<std::size_t>(n);
-      const std::vector<float> x = random_values(size * 5, random);
-      std::vector<const float*> rows;
-      for (std::size_t r = 0; r < 5; ++r) rows.push_back(x.data() + r * size);
-      std::vector<float> min(size);
-      std::vector<float> max(size);
-      k.min_max(rows.data(), 5, n, min.data(), max.data());
-      std::vector<float> low(rows[0], rows[0] + n);
-      std::vector<float> high = low;
-      for (std::size_t r = 1; r < 5; ++r) {
-        for (std::size_t c = 0; c < size; ++c) {
-          const float value = rows[r][c];
-          if (std::isnan(low[c])) continue;
-          if (std::isnan(value)) low[c] = high[c] = value;
-          if (value < low[c]) low[c] = value;
-          if (value > high[c]) high[c] = value;
+      for (const DType type : kTypes) {
+        const auto size = static_cast<std::size_t>(n);
+        const Matrix x(kRows, size, type, random);
+        std::vector<float> min(size);
+        std::vector<float> max(size);
+        k.min_max(x.rows(), n, min.data(), max.data());
+        std::vector<float> low(x.wide.begin(), x.wide.begin() + n);
+        std::vector<float> high = low;
+        for (std::size_t r = 1; r < kRows; ++r) {
+          for (std::size_t c = 0; c < size; ++c) {
+            const float value = x.wide[r * size + c];
+            if (std::isnan(low[c])) continue;
+            if (std::isnan(value)) low[c] = high[c] = value;
+            if (value < low[c]) low[c] = value;
+            if (value > high[c]) high[c] = value;
+          }
         }
+        expect_bits("min", k.target, min, low);
+        expect_bits("max", k.target, max, high);
       }
-      expect_bits("min", k.target, min, low);
-      expect_bits("max", k.target, max, high);
     }
   }
 }
@@ -110,8 +144,11 @@ TEST(Columns, CodesAndValuesEqualTheirDefinition) {
         value[c] = std::fmin(std::fmax(value[c], min[c]), max[c]);
       }
       k.grid(min.data(), max.data(), levels.data(), n, scale.data());
-      k.encode(value.data(), min.data(), scale.data(), levels.data(), n, codes.data());
-      k.decode(codes.data(), min.data(), scale.data(), n, got.data());
+      const GridView grid{min.data(), scale.data(), levels.data()};
+      const void* value_row = value.data();
+      void* got_row = got.data();
+      k.encode(one_row(value_row), grid, n, codes.data(), n);
+      k.decode(codes.data(), n, grid, n, {&got_row, 1, DType::f32}, Rounding::direct);
       for (std::size_t c = 0; c < size; ++c) {
         step[c] = (max[c] - min[c]) / levels[c];
         if (step[c] < 1e-8F) step[c] = 1e-8F;
@@ -123,6 +160,41 @@ TEST(Columns, CodesAndValuesEqualTheirDefinition) {
       expect_bits("scale", k.target, scale, step);
       EXPECT_EQ(codes, expected) << k.target;
       expect_bits("value", k.target, got, want);
+    }
+  }
+}
+
+// Two rows of codes a stride apart, to every type and through fp16, with values that overflow and round.
+TEST(Columns, DecodedRowsAreRoundedAsTheirDefinition) {
+  std::mt19937 random(7);
+  for (const ColumnKernels& k : all_columns()) {
+    for (const int n : kSizes) {
+      const auto size = static_cast<std::size_t>(n);
+      const std::size_t stride = size + 3;
+      std::vector<float> min = random_values(size, random);
+      std::vector<float> scale = random_values(size, random);
+      for (std::size_t c = 0; c < size; c += 3) scale[c] *= c % 2 == 0 ? 9000.0F : 1e-7F;
+      std::vector<std::uint8_t> codes(2 * stride);
+      for (auto& code : codes) code = static_cast<std::uint8_t>(random());
+      for (const DType type : kTypes) {
+        for (const Rounding rounding : {Rounding::direct, Rounding::through_half}) {
+          std::vector<std::byte> got(2 * size * size_of(type));
+          void* rows[] = {got.data(), got.data() + size * size_of(type)};
+          k.decode(codes.data(), static_cast<std::int64_t>(stride), {min.data(), scale.data(), nullptr}, n,
+                   {rows, 2, type}, rounding);
+          std::vector<float> values(2 * size), expected(2 * size);
+          for (std::size_t i = 0; i < 2 * size; ++i) {
+            const float product = static_cast<float>(codes[i / size * stride + i % size]) * scale[i % size];
+            float value = product + min[i % size];
+            if (rounding == Rounding::through_half) value = base::half_to_float(base::float_to_half(value));
+            std::uint32_t stored = 0;
+            base::store_float(&stored, type, 0, value);
+            expected[i] = base::load_float(&stored, type, 0);
+            values[i] = base::load_float(got.data(), type, static_cast<std::int64_t>(i));
+          }
+          expect_bits("rounded", k.target, values, expected);
+        }
+      }
     }
   }
 }

@@ -119,30 +119,11 @@ std::string run(const Case& c) {
 }
 
 TEST(KittyGolden, Cache) {
-  int refused = 0;
-  for (const Case& c : cases_of("cache", "KittyKVCache")) {
-    if (c.json.value("note", "").starts_with("negative trim")) {  // decided: refused
-      EXPECT_THROW(run(c), Error) << c.id();
-      ++refused;
-    } else {
-      EXPECT_EQ(run(c), "") << c.id();
-    }
-  }
-  EXPECT_EQ(refused, 1);
+  golden::expect_histories("KittyKVCache", run);
 }
 
 TEST(KittyGolden, Construction) {
-  for (const Case& c : cases_of("error", "KittyKVCache")) {
-    if (!c.json.contains("config")) continue;
-    try {
-      KittyKVCache cache(golden::config_of(c));
-      ADD_FAILURE() << c.id() << " was accepted";
-    } catch (const Error& error) {
-      for (const Json& name : c.json.at("names")) {
-        EXPECT_NE(std::string(error.what()).find(name.get<std::string>()), std::string::npos) << error.what();
-      }
-    }
-  }
+  golden::expect_refused_configs("KittyKVCache", [](const KVCacheConfig& config) { KittyKVCache cache(config); });
 }
 
 }  // namespace

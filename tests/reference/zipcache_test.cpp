@@ -167,30 +167,11 @@ std::string run(const Case& c) {
 }
 
 TEST(ZipCacheGolden, Cache) {
-  int refused = 0;
-  for (const Case& c : cases_of("cache", "ZipCacheKVCache")) {
-    if (c.json.value("note", "").starts_with("negative trim")) {  // decided: refused
-      EXPECT_THROW(run(c), Error) << c.id();
-      ++refused;
-    } else {
-      EXPECT_EQ(run(c), "") << c.id();
-    }
-  }
-  EXPECT_EQ(refused, 1);
+  golden::expect_histories("ZipCacheKVCache", run);
 }
 
 TEST(ZipCacheGolden, Construction) {
-  for (const Case& c : cases_of("error", "ZipCacheKVCache")) {
-    if (!c.json.contains("config")) continue;
-    try {
-      ZipCacheKVCache cache(golden::config_of(c));
-      ADD_FAILURE() << c.id() << " was accepted";
-    } catch (const Error& error) {
-      for (const Json& name : c.json.at("names")) {
-        EXPECT_NE(std::string(error.what()).find(name.get<std::string>()), std::string::npos) << error.what();
-      }
-    }
-  }
+  golden::expect_refused_configs("ZipCacheKVCache", [](const KVCacheConfig& config) { ZipCacheKVCache cache(config); });
   for (const Case& c : cases_of("accepted", "ZipCacheKVCache")) {  // decided: 0 bits are refused when built
     EXPECT_THROW(ZipCacheKVCache(golden::config_of(c)), Error) << c.id();
   }

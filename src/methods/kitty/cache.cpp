@@ -5,7 +5,7 @@
 
 #include "base/threads.hpp"
 #include "exact/attend.hpp"
-#include "exact/columns.hpp"
+#include "exact/head_rows.hpp"
 #include "exact/packed.hpp"
 #include "exact/sequence.hpp"
 #include "exact/sums.hpp"
@@ -28,58 +28,41 @@ struct Settings {
   std::int64_t group_size = 0;
 };
 
-void round_to_half(float* x, std::int64_t n) {
-  std::vector<std::uint16_t> half(size(n));
-  tiles::kernels().narrow(x, half.data(), DType::f16, n);
-  tiles::kernels().widen(half.data(), DType::f16, x, n);
-}
-
 // The keys of one call. Per head: the mask of hi channels, one bit each, then the packed matrix.
 class KittyBlock final : public exact::Block {
  public:
-  // masks: one byte per channel, [heads][dim].
-  KittyBlock(const exact::SideShape& shape, std::int64_t tokens, const Settings& settings,
-             const std::vector<std::uint8_t>& masks)
+  // Every head has as many hi channels as the others, so that one layout fits all.
+  KittyBlock(const exact::SideShape& shape, std::int64_t tokens, const Settings& settings)
       : Block(shape, tokens),
         settings_(settings),
         mask_bytes_(base::round_up(size(ceil_divide(shape.dim, 8)), std::size_t{4})),
-        layout_(tokens, shape.dim, settings.group_size, shape.type, widths(masks.data())),
-        data_(base::allocate_zeroed(base::checked_multiply(size(shape.all_heads()), head_bytes()))) {
-    for (std::int64_t head = 0; head < shape.all_heads(); ++head) {
-      for (std::int64_t c = 0; c < shape.dim; ++c) {
-        if (masks[size(head * shape.dim + c)] != 0) head_data(head)[c / 8] |= std::byte{1} << (c % 8);
-      }
-    }
-  }
+        layout_(tokens, shape.dim, settings.group_size, shape.type, widths(any_mask())),
+        data_(base::allocate_zeroed(base::checked_multiply(size(shape.all_heads()), head_bytes()))) {}
 
-  void pack_head(std::int64_t head, const ConstArray& keys) {
-    const exact::Widths widths = head_widths(head);
-    exact::Packer(layout_, widths)
-        .pack([&](std::int64_t row,
-                  float* out) { exact::row_of(keys, head / shape().heads, head % shape().heads, row).load(out); },
-              head_data(head) + mask_bytes_);
+  // mask: one byte per channel.
+  void pack_head(std::int64_t head, const std::vector<std::uint8_t>& mask, const exact::ConstRows& keys) {
+    for (std::int64_t c = 0; c < shape().dim; ++c) {
+      if (mask[size(c)] != 0) head_data(head)[c / 8] |= std::byte{1} << (c % 8);
+    }
+    const exact::Widths head_widths = widths(mask);
+    exact::Packer(layout_, head_widths).pack(keys, head_data(head) + mask_bytes_);
   }
 
   // Rows as the reference's functions return them: rounded to fp16, not yet to the input's type.
-  void read_half(std::int64_t head, std::int64_t first, std::int64_t count, float* out) const {
+  void decode(std::int64_t head, std::int64_t first, const exact::Rows& out) const override {
     const exact::Widths widths = head_widths(head);
-    exact::PackedReader reader(layout_, widths, head_data(head) + mask_bytes_);
-    for (std::int64_t r = 0; r < count; ++r) {
-      reader.read(first + r, out + r * shape().dim);
-      round_to_half(out + r * shape().dim, shape().dim);
-    }
+    exact::PackedReader(layout_, widths, head_data(head) + mask_bytes_, exact::Rounding::through_half).read(first, out);
   }
 
   std::size_t bytes() const override { return sizeof(KittyBlock) + size(shape().all_heads()) * head_bytes(); }
 
- protected:
-  void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-              std::int64_t stride) const override {
-    const exact::Widths widths = head_widths(head);
-    exact::PackedReader reader(layout_, widths, head_data(head) + mask_bytes_);
-    for (std::int64_t r = 0; r < count; ++r) {
-      reader.read(first + r, out + r * stride);
-      if (shape().type != DType::f16) round_to_half(out + r * stride, shape().dim);
+  std::int64_t saved_tokens() const override { return layout_.rows; }
+  void transfer(exact::Archive& archive) override {
+    archive.bytes(data_.get(), size(shape().all_heads()) * head_bytes());
+    if (!archive.reads()) return;
+    const std::size_t wide = widths(any_mask()).wide.size();
+    for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+      archive.require(head_widths(head).wide.size() == wide, "number of hi channels");
     }
   }
 
@@ -87,15 +70,20 @@ class KittyBlock final : public exact::Block {
   std::size_t head_bytes() const { return mask_bytes_ + layout_.bytes; }
   std::byte* head_data(std::int64_t head) const { return data_.get() + size(head) * head_bytes(); }
 
-  exact::Widths widths(const std::uint8_t* mask) const {
-    return exact::Widths::mixed({mask, size(shape().dim)}, settings_.hi_bit, settings_.lo_bit);
+  exact::Widths widths(const std::vector<std::uint8_t>& mask) const {
+    return exact::Widths::mixed(mask, settings_.hi_bit, settings_.lo_bit);
+  }
+  std::vector<std::uint8_t> any_mask() const {
+    std::vector<std::uint8_t> mask(size(shape().dim));
+    std::fill_n(mask.begin(), hi_count(shape().dim, settings_.hi_fraction), std::uint8_t{1});
+    return mask;
   }
   exact::Widths head_widths(std::int64_t head) const {
     std::vector<std::uint8_t> mask(size(shape().dim));
     for (std::int64_t c = 0; c < shape().dim; ++c) {
       mask[size(c)] = static_cast<std::uint8_t>(head_data(head)[c / 8] >> (c % 8)) & 1U;
     }
-    return widths(mask.data());
+    return widths(mask);
   }
 
   Settings settings_;
@@ -104,57 +92,43 @@ class KittyBlock final : public exact::Block {
   base::AlignedBytes data_;
 };
 
-// Population variance of each channel over the rows of one head.
-void block_variance(const ConstArray& keys, std::int64_t batch, std::int64_t head, float* variance) {
-  const exact::ColumnKernels& kernels = exact::columns();
-  const std::int64_t rows = keys.extent[2];
-  const std::int64_t dim = keys.extent[3];
-  std::vector<float> row(size(dim));
-  std::vector<float> mean(size(dim));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    exact::row_of(keys, batch, head, r).load(row.data());
-    kernels.add(row.data(), dim, mean.data());
-  }
-  kernels.multiply(exact::reciprocal(rows), dim, mean.data());
-  std::fill_n(variance, dim, 0.0F);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    exact::row_of(keys, batch, head, r).load(row.data());
-    kernels.add_squared_differences(row.data(), mean.data(), dim, variance);
-  }
-  kernels.multiply(exact::reciprocal(rows), dim, variance);
-}
-
 // Sums over the tokens of the batch mean of rows, and of its square, per head and channel.
 struct Statistics {
   std::vector<float> sum;             // [heads][dim]
   std::vector<float> sum_of_squares;  // [heads][dim]
 };
 
-// read(head, first, count, float* out) gives rows of one batch element and head.
+// read(head, first, rows) fills rows with those of one batch element and head from `first` on.
 template <typename Read>
 Statistics sum_rows(const exact::SideShape& shape, std::int64_t tokens, int threads, const Read& read) {
-  const std::int64_t at_once = std::min<std::int64_t>(128, tokens);
+  constexpr std::int64_t kAtOnce = 32;  // rows that stay in the first-level cache
   const exact::ColumnKernels& kernels = exact::columns();
   Statistics result{std::vector<float>(size(shape.heads * shape.dim)),
                     std::vector<float>(size(shape.heads * shape.dim))};
   base::parallel_for(shape.heads, threads, [&](std::int64_t head, int) {
-    std::vector<float> rows(size(at_once * shape.dim));
-    std::vector<float> mean(size(at_once * shape.dim));
-    for (std::int64_t first = 0; first < tokens; first += at_once) {
-      const std::int64_t count = std::min(at_once, tokens - first);
-      std::fill(mean.begin(), mean.end(), 0.0F);
+    exact::FloatRows rows(std::min(kAtOnce, tokens), shape.dim);
+    exact::FloatRows means(shape.batch == 1 ? 0 : std::min(kAtOnce, tokens), shape.dim);
+    for (std::int64_t first = 0; first < tokens; first += kAtOnce) {
+      const std::int64_t count = std::min(kAtOnce, tokens - first);
+      exact::FloatRows& mean = shape.batch == 1 ? rows : means;
+      if (shape.batch > 1) std::fill_n(mean.row(0), count * shape.dim, 0.0F);
       for (std::int64_t b = 0; b < shape.batch; ++b) {
-        read(b * shape.heads + head, first, count, rows.data());
-        kernels.add(rows.data(), count * shape.dim, mean.data());
+        read(b * shape.heads + head, first, rows.writable(count));
+        if (shape.batch == 1) break;  // the mean of one is that one
+        kernels.add(rows.as_one(), count * shape.dim, mean.row(0));
       }
-      kernels.multiply(exact::reciprocal(shape.batch), count * shape.dim, mean.data());
-      for (std::int64_t r = 0; r < count; ++r) {
-        kernels.add(mean.data() + r * shape.dim, shape.dim, result.sum.data() + head * shape.dim);
-        kernels.add_squares(mean.data() + r * shape.dim, shape.dim, result.sum_of_squares.data() + head * shape.dim);
-      }
+      if (shape.batch > 1) kernels.multiply(exact::reciprocal(shape.batch), count * shape.dim, mean.row(0));
+      kernels.add(mean.first(count), shape.dim, result.sum.data() + head * shape.dim);
+      kernels.add_squares(mean.first(count), shape.dim, result.sum_of_squares.data() + head * shape.dim);
     }
   });
   return result;
+}
+
+// sum[i] += x[i]
+void add(const std::vector<float>& x, std::vector<float>& sum) {
+  const void* row = x.data();
+  exact::columns().add({&row, 1, DType::f32}, static_cast<std::int64_t>(x.size()), sum.data());
 }
 
 Settings checked(const KVCacheConfig& config) {
@@ -173,6 +147,7 @@ Settings checked(const KVCacheConfig& config) {
 }  // namespace
 
 struct KittyKVCache::Impl {
+  KVCacheConfig config;
   Settings settings;
   std::int64_t head_dim = 0;
   exact::Sequence keys;
@@ -194,23 +169,28 @@ struct KittyKVCache::Impl {
     return part(hi, settings.hi_bit) + part(dim - hi, settings.lo_bit);
   }
 
-  // One byte per channel, [batch * heads][dim]: the first block ranks itself, later ones follow the statistics.
-  std::vector<std::uint8_t> masks(const ConstArray& x, int threads) const {
-    const std::int64_t heads = x.extent[1];
-    const std::int64_t dim = x.extent[3];
-    const std::int64_t hi = hi_count(dim, settings.hi_fraction);
-    std::vector<std::uint8_t> result(size(x.extent[0] * heads * dim));
-    base::parallel_for(x.extent[0] * heads, threads, [&](std::int64_t head, int) {
-      std::vector<float> variance(size(dim));
-      if (n_keys == 0) {
-        block_variance(x, head / heads, head % heads, variance.data());
-      } else {
-        const std::int64_t first = head % heads * dim;
-        running_variance(sum.data() + first, sum_of_squares.data() + first, n_keys, dim, variance.data());
-      }
-      hi_mask(variance.data(), dim, hi, result.data() + head * dim);
+  // One byte per channel: the first block ranks its own rows, later ones follow the statistics.
+  void choose_channels(const exact::HeadRows& rows, std::int64_t head, std::int64_t dim, std::uint8_t* mask) const {
+    std::vector<float> means(size(dim));
+    std::vector<float> variance(size(dim));
+    if (n_keys == 0) {
+      exact::column_variances(rows.all(), dim, means.data(), variance.data());
+    } else {
+      running_variance(sum.data() + head * dim, sum_of_squares.data() + head * dim, n_keys, dim, variance.data());
+    }
+    hi_mask(variance.data(), dim, hi_count(dim, settings.hi_fraction), mask);
+  }
+
+  std::unique_ptr<KittyBlock> pack(const ConstArray& keys, int threads) const {
+    const exact::SideShape shape = exact::side_shape(keys);
+    auto block = std::make_unique<KittyBlock>(shape, keys.extent[2], settings);
+    base::parallel_for(shape.all_heads(), threads, [&](std::int64_t head, int) {
+      const exact::HeadRows rows(keys, head / shape.heads, head % shape.heads);
+      std::vector<std::uint8_t> mask(size(shape.dim));
+      choose_channels(rows, head % shape.heads, shape.dim, mask.data());
+      block->pack_head(head, mask, rows.all());
     });
-    return result;
+    return block;
   }
 
   void add_keys(std::unique_ptr<KittyBlock> block, int threads) {
@@ -227,6 +207,8 @@ struct KittyKVCache::Impl {
 };
 
 KittyKVCache::KittyKVCache(const KVCacheConfig& config) : impl_(std::make_unique<Impl>()) {
+  impl_->config = config;
+  impl_->config.method = "kitty";
   impl_->settings = checked(config);
   impl_->head_dim = config.head_dim;
 }
@@ -249,12 +231,10 @@ void KittyKVCache::update(const ConstArray& keys, const ConstArray& values) {
   const std::int64_t tokens = keys.extent[2];
   if (tokens == 0) return;
 
-  auto block = std::make_unique<KittyBlock>(shape, tokens, m.settings, m.masks(keys, threads()));
-  base::parallel_for(shape.all_heads(), threads(), [&](std::int64_t head, int) { block->pack_head(head, keys); });
-  Statistics added =
-      sum_rows(shape, tokens, threads(), [&](std::int64_t head, std::int64_t first, std::int64_t count, float* out) {
-        block->read_half(head, first, count, out);
-      });
+  auto block = m.pack(keys, threads());
+  const Statistics added =
+      sum_rows(shape, tokens, threads(),
+               [&](std::int64_t head, std::int64_t first, const exact::Rows& out) { block->decode(head, first, out); });
   const std::int64_t before = m.keys.tokens();
   try {
     m.add_keys(std::move(block), threads());
@@ -264,8 +244,8 @@ void KittyKVCache::update(const ConstArray& keys, const ConstArray& values) {
     m.values.shorten(before);
     throw;
   }
-  exact::columns().add(added.sum.data(), shape.heads * shape.dim, m.sum.data());
-  exact::columns().add(added.sum_of_squares.data(), shape.heads * shape.dim, m.sum_of_squares.data());
+  add(added.sum, m.sum);
+  add(added.sum_of_squares, m.sum_of_squares);
   m.n_keys += tokens;
   m.compressed += shape.all_heads() * m.price(tokens, shape.dim);
   m.fp16_keys += 2 * shape.all_heads() * tokens * shape.dim;
@@ -291,8 +271,8 @@ std::int64_t KittyKVCache::trim(std::int64_t n) {
     m.n_keys = 0;
   } else {
     const Statistics gone =
-        sum_rows(shape, dropped, threads(), [&](std::int64_t head, std::int64_t first, std::int64_t count, float* out) {
-          m.keys.read(head, kept + first, count, out, shape.dim);
+        sum_rows(shape, dropped, threads(), [&](std::int64_t head, std::int64_t first, const exact::Rows& out) {
+          m.keys.read(head, kept + first, out.count, static_cast<float*>(out.row[0]), shape.dim);
         });
     for (std::size_t i = 0; i < m.sum.size(); ++i) {
       m.sum[i] -= gone.sum[i];
@@ -315,6 +295,32 @@ void KittyKVCache::attend(const ConstArray& queries, const Array& out, const Ref
   exact::attend(impl_->keys, impl_->values, queries, out, options);
 }
 
+void KittyKVCache::transfer(exact::Archive& archive) {
+  Impl& m = *impl_;
+  const auto packed = [&](const exact::SideShape& shape, std::int64_t tokens) {
+    return std::make_unique<KittyBlock>(shape, tokens, m.settings);
+  };
+  m.keys.transfer(archive, packed);
+  m.values.transfer(archive, [](const exact::SideShape&, std::int64_t) -> std::unique_ptr<exact::Block> {
+    exact::Archive::bad("packed values");
+  });
+  archive.require(exact::is_pair(m.keys, m.values), "keys and values do not fit each other");
+  const std::size_t channels = size(m.keys.shape().heads * m.keys.shape().dim);
+  for (std::vector<float>* sums : {&m.sum, &m.sum_of_squares}) {
+    archive.numbers(*sums);
+    archive.require(sums->empty() || sums->size() == channels, "size of the statistics");
+  }
+  for (std::int64_t* counter : {&m.n_keys, &m.compressed, &m.fp16_keys, &m.fp16_values}) archive.number(*counter);
+  archive.require(m.sum.size() == m.sum_of_squares.size() && (m.n_keys == 0 || m.sum.size() == channels),
+                  "size of the statistics");
+}
+
+ReferenceShape KittyKVCache::shape() const {
+  return exact::shape_of(impl_->keys, impl_->values);
+}
+const KVCacheConfig& KittyKVCache::config() const {
+  return impl_->config;
+}
 std::int64_t KittyKVCache::offset() const {
   return impl_->keys.tokens();
 }

@@ -10,6 +10,7 @@
 #include "exact/columns.hpp"
 #include "exact/elements.hpp"
 #include "exact/group.hpp"
+#include "exact/head_rows.hpp"
 #include "exact/sums.hpp"
 
 namespace kvant::kitty {
@@ -39,24 +40,20 @@ void quantize_matrix(const ConstArray& keys, std::int64_t batch, const std::vect
   const std::int64_t columns = keys.extent[at(keys.rank - 1)];
   const std::int64_t tile = std::min(group_size, rows);
   exact::GroupGrid grid(bits);
-  std::vector<float> values(size(tile * columns));
-  std::vector<const float*> pointers(size(tile));
+  exact::FloatRows values(tile, columns);
+  exact::FloatRows results(1, columns);
   std::vector<std::uint8_t> codes(size(columns));
-  std::vector<float> result(size(columns));
   for (std::int64_t first = 0; first < rows; first += group_size) {
     const std::int64_t count = std::min(tile, rows - first);
+    for (std::int64_t r = 0; r < count; ++r) exact::row_of(keys, batch, 0, first + r).load(values.row(r));
+    grid.fit(values.first(count));
     for (std::int64_t r = 0; r < count; ++r) {
-      pointers[size(r)] = values.data() + r * columns;
-      exact::row_of(keys, batch, 0, first + r).load(values.data() + r * columns);
-    }
-    grid.fit(pointers.data(), count);
-    for (std::int64_t r = 0; r < count; ++r) {
-      grid.encode(pointers[size(r)], codes.data());
-      grid.decode(codes.data(), result.data());
+      grid.encode(values.first(count).part(r, 1), codes.data());
+      grid.decode(codes.data(), results.writable(1));
       for (std::int64_t c = 0; c < columns; ++c) {
-        if (bits[size(c)] == 0) result[size(c)] = pointers[size(r)][c];
+        if (bits[size(c)] == 0) results.row(0)[c] = values.row(r)[c];
       }
-      exact::row_of(out, batch, 0, first + r).store(result.data());
+      exact::row_of(out, batch, 0, first + r).store(results.row(0));
     }
   }
 }
@@ -128,11 +125,9 @@ ChannelRanks rank_channels_by_sensitivity(const ConstArray& keys, double hi_frac
   exact::require_rank("keys", keys.rank, 2);
   const std::int64_t columns = keys.extent[1];
   const std::int64_t hi = hi_count(columns, hi_fraction);
-  std::vector<float> values(size(keys.extent[0] * columns));
-  for (std::int64_t r = 0; r < keys.extent[0]; ++r) exact::row_of(keys, 0, 0, r).load(values.data() + r * columns);
   std::vector<float> means(size(columns));
   std::vector<float> variances(size(columns));
-  exact::column_variances(values.data(), keys.extent[0], columns, means.data(), variances.data());
+  exact::column_variances(exact::HeadRows(keys, 0, 0).all(), columns, means.data(), variances.data());
   if (keys.extent[0] > 0 && std::any_of(variances.begin(), variances.end(), [](float v) { return std::isnan(v); })) {
     base::fail(ErrorCode::not_finite, "keys: the variance of a channel is not a number (NaN or infinity in it)");
   }

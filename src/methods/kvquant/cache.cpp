@@ -11,8 +11,6 @@
 namespace kvant::kvquant {
 namespace {
 
-constexpr std::int64_t kMaxChannels = 1024;
-
 std::int64_t scaled(std::int64_t counter, double ratio) {
   return static_cast<std::int64_t>(static_cast<double>(counter) * ratio);
 }
@@ -40,8 +38,9 @@ void Counters::scale(std::int64_t kept, std::int64_t before) {
 
 // ---- state
 
-KVQuantKVCache::State::State(const KVCacheConfig& config)
-    : fraction(config.kvquant_outlier_fraction),
+KVQuantKVCache::State::State(const KVCacheConfig& settings)
+    : config(settings),
+      fraction(config.kvquant_outlier_fraction),
       sweeps(config.kvquant_lloyd_iters),
       refit_interval(config.kvquant_refit_interval),
       n_sink(config.kvquant_n_sink) {
@@ -54,6 +53,7 @@ KVQuantKVCache::State::State(const KVCacheConfig& config)
     base::fail(ErrorCode::invalid_argument, "head_dim = " + std::to_string(config.head_dim) + " must be at least 1");
   }
   bits = static_cast<int>(config.kvquant_bits);
+  config.method = "kvquant";
 }
 
 void KVQuantKVCache::State::check_call(const ConstArray& keys_in, const ConstArray& values_in) const {
@@ -77,8 +77,8 @@ void KVQuantKVCache::State::check_call(const ConstArray& keys_in, const ConstArr
   require_type("values", values_in.type, shape.type);
 }
 
-void KVQuantKVCache::State::set_shape(const ConstArray& keys_in) {
-  SideShape shape{keys_in.extent[0], keys_in.extent[1], keys_in.extent[3], bits, keys_in.type, false, 0};
+void KVQuantKVCache::State::set_shape(std::int64_t batch, std::int64_t heads, std::int64_t channels, DType type) {
+  SideShape shape{batch, heads, channels, bits, type, false, 0};
   keys.reset(shape);
   shape.per_token = true;
   shape.token_outliers = kvquant::outlier_count(shape.channels, fraction);
@@ -170,6 +170,14 @@ std::int64_t KVQuantKVCache::trim(std::int64_t n) {
 
 // ---- properties
 
+ReferenceShape KVQuantKVCache::shape() const {
+  if (!state_->has_shape) return {};
+  const SideShape& s = state_->keys.shape();
+  return {s.batch, s.heads, s.channels, s.channels, s.type, s.type};
+}
+const KVCacheConfig& KVQuantKVCache::config() const {
+  return state_->config;
+}
 std::int64_t KVQuantKVCache::offset() const {
   return state_->tokens;
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/aligned.hpp"
+#include "exact/archive.hpp"
 #include "kvant/types.hpp"
 #include "methods/kvquant/nuq.hpp"
 
@@ -107,7 +108,15 @@ class PackedSide {
   void truncate(std::int64_t tokens);
   std::size_t bytes() const;  // what the allocator holds for it
 
+  // Runs and pages, to an archive or from it; the shape is set already.
+  void transfer(exact::Archive& archive);
+  // Does a coded run need the levels that are in force?
+  bool needs_live_levels() const;
+
  private:
+  void transfer_run(exact::Archive& archive, Run& run);
+  void transfer_page(exact::Archive& archive, bool coded, Page& page);
+  bool has_valid_outliers(const Page& page, bool coded) const;
   std::size_t page_bytes(bool coded, std::int64_t capacity) const;
   Page make_page(bool coded, std::int64_t capacity) const;
   Slot slot_of(const Page& page, bool coded, std::int64_t head, std::int64_t slot) const;

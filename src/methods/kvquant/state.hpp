@@ -9,6 +9,8 @@
 
 namespace kvant::kvquant {
 
+constexpr std::int64_t kMaxChannels = 1024;
+
 // One thread where the work is so little that others cost more than they save.
 inline int threads_for(const SideShape& shape, std::int64_t tokens, int threads) {
   constexpr std::int64_t kSmall = 1 << 15;  // values
@@ -29,6 +31,7 @@ struct Counters {
 struct KVQuantKVCache::State {
   explicit State(const KVCacheConfig& config);
 
+  KVCacheConfig config;
   int bits = 3;
   double fraction = 0.01;
   std::int64_t sweeps = 8;
@@ -49,7 +52,8 @@ struct KVQuantKVCache::State {
 
   std::int64_t level_count() const { return std::int64_t{1} << bits; }
   void check_call(const ConstArray& keys, const ConstArray& values) const;
-  void set_shape(const ConstArray& keys);
+  void set_shape(std::int64_t batch, std::int64_t heads, std::int64_t channels, DType type);
+  void transfer(exact::Archive& archive);
   void forget();  // as after construction, the shape kept
 };
 

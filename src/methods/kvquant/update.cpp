@@ -78,7 +78,7 @@ void KVQuantKVCache::update(const ConstArray& keys, const ConstArray& values) {
   s.check_call(keys, values);
   require_all_finite("keys", keys);
   require_all_finite("values", values);
-  if (!s.has_shape) s.set_shape(keys);
+  if (!s.has_shape) s.set_shape(keys.extent[0], keys.extent[1], keys.extent[3], keys.type);
   const SideShape& shape = s.keys.shape();
   const bool first = s.key_levels.empty();
   Plan plan = plan_call(keys, s.tokens, s.sink_kept, s.level_count(), first, s.refit_interval, s.n_sink);

@@ -1,10 +1,12 @@
 // ZipCacheKVCache: every call is compressed alone; salient rows and the others are two packed matrices per head.
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <string>
 
 #include "base/threads.hpp"
 #include "exact/attend.hpp"
+#include "exact/head_rows.hpp"
 #include "exact/packed.hpp"
 #include "exact/sequence.hpp"
 #include "exact/sums.hpp"
@@ -43,15 +45,16 @@ class ZipBlock final : public exact::Block {
         data_(base::allocate_zeroed(base::checked_multiply(size(shape.all_heads()), head_bytes()))) {}
 
   void pack_head(std::int64_t head, const ConstArray& x) {
-    std::vector<std::int64_t> salient;
-    std::vector<std::int64_t> others;
-    choose_rows(head, x, salient, others);
-    const auto rows_at = [&](const std::vector<std::int64_t>& rows) {
-      return [&](std::int64_t row, float* out) { source(head, x, rows[size(row)]).load(out); };
+    const exact::HeadRows rows(x, head / shape().heads, head % shape().heads);
+    std::vector<const void*> salient;
+    std::vector<const void*> others;
+    choose_rows(head, rows, salient, others);
+    const auto as_rows = [&](const std::vector<const void*>& part) {
+      return exact::ConstRows{part.data(), static_cast<std::int64_t>(part.size()), rows.type()};
     };
     std::byte* data = head_data(head) + mask_bytes_;
-    if (!salient.empty()) exact::Packer(hi_layout_, hi_widths_).pack(rows_at(salient), data);
-    if (!others.empty()) exact::Packer(lo_layout_, lo_widths_).pack(rows_at(others), data + hi_layout_.bytes);
+    exact::Packer(hi_layout_, hi_widths_).pack(as_rows(salient), data);
+    exact::Packer(lo_layout_, lo_widths_).pack(as_rows(others), data + hi_layout_.bytes);
   }
 
   std::size_t bytes() const override {
@@ -60,20 +63,25 @@ class ZipBlock final : public exact::Block {
   }
 
  protected:
-  void decode(std::int64_t head, std::int64_t first, std::int64_t count, float* out,
-              std::int64_t stride) const override {
+  void decode(std::int64_t head, std::int64_t first, const exact::Rows& out) const override {
+    std::vector<void*> salient;
+    std::vector<void*> others;
+    for (std::int64_t r = 0; r < out.count; ++r) (is_salient(head, first + r) ? salient : others).push_back(out.row[r]);
+    const auto as_rows = [&](const std::vector<void*>& part) {
+      return exact::Rows{part.data(), static_cast<std::int64_t>(part.size()), out.type};
+    };
+    const std::int64_t salient_before = count_salient(head, first);
     const std::byte* data = head_data(head) + mask_bytes_;
-    exact::PackedReader salient(hi_layout_, hi_widths_, data);
-    exact::PackedReader others(lo_layout_, lo_widths_, data + hi_layout_.bytes);
-    std::int64_t place = 0;  // salient rows before the current one
-    for (std::int64_t t = 0; t < first; ++t) place += is_salient(head, t) ? 1 : 0;
-    for (std::int64_t t = first; t < first + count; ++t) {
-      float* row = out + (t - first) * stride;
-      if (is_salient(head, t)) {
-        salient.read(place++, row);
-      } else {
-        others.read(t - place, row);
-      }
+    exact::PackedReader(hi_layout_, hi_widths_, data).read(salient_before, as_rows(salient));
+    exact::PackedReader(lo_layout_, lo_widths_, data + hi_layout_.bytes).read(first - salient_before, as_rows(others));
+  }
+
+  std::int64_t saved_tokens() const override { return hi_layout_.rows + lo_layout_.rows; }
+  void transfer(exact::Archive& archive) override {
+    archive.bytes(data_.get(), size(shape().all_heads()) * head_bytes());
+    if (!archive.reads()) return;
+    for (std::int64_t head = 0; head < shape().all_heads(); ++head) {
+      archive.require(count_salient(head, saved_tokens()) == hi_layout_.rows, "number of salient tokens");
     }
   }
 
@@ -83,34 +91,30 @@ class ZipBlock final : public exact::Block {
   bool is_salient(std::int64_t head, std::int64_t token) const {
     return mask_bytes_ == 0 || (head_data(head)[token / 8] >> (token % 8) & std::byte{1}) != std::byte{0};
   }
-  exact::ConstRow source(std::int64_t head, const ConstArray& x, std::int64_t row) const {
-    return exact::row_of(x, head / shape().heads, head % shape().heads, row);
+  // Salient tokens before `token`.
+  std::int64_t count_salient(std::int64_t head, std::int64_t token) const {
+    if (mask_bytes_ == 0) return token;
+    std::int64_t count = 0;
+    for (std::int64_t byte = 0; byte < token / 8; ++byte) {
+      count += std::popcount(static_cast<unsigned>(head_data(head)[byte]));
+    }
+    for (std::int64_t t = token / 8 * 8; t < token; ++t) count += is_salient(head, t) ? 1 : 0;
+    return count;
   }
 
-  void choose_rows(std::int64_t head, const ConstArray& x, std::vector<std::int64_t>& salient,
-                   std::vector<std::int64_t>& others) {
-    const std::int64_t rows = hi_layout_.rows + lo_layout_.rows;
-    std::vector<std::uint8_t> mask(size(rows), 1);
+  void choose_rows(std::int64_t head, const exact::HeadRows& rows, std::vector<const void*>& salient,
+                   std::vector<const void*>& others) {
+    const std::int64_t tokens = rows.count();
+    std::vector<std::uint8_t> mask(size(tokens), 1);
     if (mask_bytes_ != 0) {
-      const std::vector<float> norms = norms_of(head, x, rows);
-      mark_salient(norms.data(), rows, hi_, mask.data());
+      std::vector<float> norms(size(tokens));
+      exact::row_norms(rows.all(), shape().dim, norms.data());
+      mark_salient(norms.data(), tokens, hi_, mask.data());
     }
-    for (std::int64_t t = 0; t < rows; ++t) {
-      (mask[size(t)] != 0 ? salient : others).push_back(t);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      (mask[size(t)] != 0 ? salient : others).push_back(rows.row(t));
       if (mask_bytes_ != 0 && mask[size(t)] != 0) head_data(head)[t / 8] |= std::byte{1} << (t % 8);
     }
-  }
-
-  std::vector<float> norms_of(std::int64_t head, const ConstArray& x, std::int64_t rows) const {
-    constexpr std::int64_t kRows = 32;
-    std::vector<float> norms(size(rows));
-    std::vector<float> values(size(kRows * shape().dim));
-    for (std::int64_t first = 0; first < rows; first += kRows) {
-      const std::int64_t count = std::min(kRows, rows - first);
-      for (std::int64_t r = 0; r < count; ++r) source(head, x, first + r).load(values.data() + r * shape().dim);
-      exact::row_norms(values.data(), count, shape().dim, norms.data() + first);
-    }
-    return norms;
   }
 
   std::int64_t hi_ = 0;
@@ -144,16 +148,23 @@ struct Counters {
 }  // namespace
 
 struct ZipCacheKVCache::Impl {
+  KVCacheConfig config;
   Settings settings;
   exact::Sequence keys;
   exact::Sequence values;
   Counters key_counters;
   Counters value_counters;
 
-  // Packs one side of a call; `hi` rows per head are salient.
-  std::unique_ptr<ZipBlock> pack(const ConstArray& x, std::int64_t hi, int lo_bits, int threads) const {
-    auto block = std::make_unique<ZipBlock>(exact::side_shape(x), x.extent[2], hi, settings.hi_bits, lo_bits,
-                                            settings.group_size);
+  // The values of a call are all salient.
+  std::unique_ptr<ZipBlock> make_block(const exact::SideShape& shape, std::int64_t tokens, bool is_keys) const {
+    return std::make_unique<ZipBlock>(shape, tokens, is_keys ? hi_count(tokens, settings.hi_fraction) : tokens,
+                                      settings.hi_bits, is_keys ? settings.lo_bits : settings.hi_bits,
+                                      settings.group_size);
+  }
+
+  // Packs one side of a call.
+  std::unique_ptr<ZipBlock> pack(const ConstArray& x, bool is_keys, int threads) const {
+    auto block = make_block(exact::side_shape(x), x.extent[2], is_keys);
     base::parallel_for(x.extent[0] * x.extent[1], threads, [&](std::int64_t head, int) { block->pack_head(head, x); });
     return block;
   }
@@ -183,6 +194,8 @@ struct ZipCacheKVCache::Impl {
 };
 
 ZipCacheKVCache::ZipCacheKVCache(const KVCacheConfig& config) : impl_(std::make_unique<Impl>()) {
+  impl_->config = config;
+  impl_->config.method = "zipcache";
   impl_->settings = checked(config);
 }
 ZipCacheKVCache::~ZipCacheKVCache() = default;
@@ -201,8 +214,8 @@ void ZipCacheKVCache::update(const ConstArray& keys, const ConstArray& values) {
 
   const std::int64_t hi = hi_count(tokens, m.settings.hi_fraction);
   const bool quantized = m.settings.quantize_values;
-  auto key_block = m.pack(keys, hi, m.settings.lo_bits, threads());
-  auto value_block = quantized ? m.pack(values, tokens, m.settings.hi_bits, threads()) : nullptr;
+  auto key_block = m.pack(keys, true, threads());
+  auto value_block = quantized ? m.pack(values, false, threads()) : nullptr;
   const std::int64_t before = m.keys.tokens();
   try {
     Impl::add(m.keys, std::move(key_block), threads());
@@ -240,6 +253,28 @@ void ZipCacheKVCache::attend(const ConstArray& queries, const Array& out,
   exact::attend(impl_->keys, impl_->values, queries, out, options);
 }
 
+void ZipCacheKVCache::transfer(exact::Archive& archive) {
+  Impl& m = *impl_;
+  const auto packed = [&](bool is_keys) {
+    return [&m, is_keys](const exact::SideShape& shape, std::int64_t tokens) {
+      return m.make_block(shape, tokens, is_keys);
+    };
+  };
+  m.keys.transfer(archive, packed(true));
+  m.values.transfer(archive, packed(false));
+  archive.require(exact::is_pair(m.keys, m.values), "keys and values do not fit each other");
+  for (Counters* counters : {&m.key_counters, &m.value_counters}) {
+    for (std::int64_t* counter : {&counters->compressed, &counters->baseline, &counters->fp16})
+      archive.number(*counter);
+  }
+}
+
+ReferenceShape ZipCacheKVCache::shape() const {
+  return exact::shape_of(impl_->keys, impl_->values);
+}
+const KVCacheConfig& ZipCacheKVCache::config() const {
+  return impl_->config;
+}
 std::int64_t ZipCacheKVCache::offset() const {
   return impl_->keys.tokens();
 }

@@ -8,6 +8,7 @@
 
 #include "exact/elements.hpp"
 #include "exact/group.hpp"
+#include "exact/head_rows.hpp"
 #include "exact/sums.hpp"
 
 namespace kvant::zipcache {
@@ -20,27 +21,16 @@ std::size_t size(std::int64_t count) {
   return static_cast<std::size_t>(count);
 }
 
-std::vector<float> load_matrix(const char* name, const ConstArray& x) {
-  exact::require_rank(name, x.rank, 2);
-  std::vector<float> values(size(x.extent[0] * x.extent[1]));
-  for (std::int64_t r = 0; r < x.extent[0]; ++r) exact::row_of(x, 0, 0, r).load(values.data() + r * x.extent[1]);
-  return values;
-}
-
-ChannelCodes quantize_rows(const std::vector<const float*>& rows, std::int64_t columns, int bits,
-                           std::int64_t group_size) {
-  const auto n = static_cast<std::int64_t>(rows.size());
+ChannelCodes quantize_rows(const exact::ConstRows& rows, std::int64_t columns, int bits, std::int64_t group_size) {
   ChannelCodes result;
-  result.codes.resize(size(n * columns));
+  result.codes.resize(size(rows.count * columns));
   exact::GroupGrid grid(columns, bits);
-  for (std::int64_t first = 0; first < n; first += group_size) {
-    const std::int64_t count = std::min(group_size, n - first);
-    grid.fit(rows.data() + first, count);
+  for (std::int64_t first = 0; first < rows.count; first += group_size) {
+    const exact::ConstRows group = rows.part(first, std::min(group_size, rows.count - first));
+    grid.fit(group);
     result.scales.insert(result.scales.end(), grid.scale(), grid.scale() + columns);
     result.zeros.insert(result.zeros.end(), grid.min(), grid.min() + columns);
-    for (std::int64_t r = first; r < first + count; ++r) {
-      grid.encode(rows[size(r)], result.codes.data() + r * columns);
-    }
+    grid.encode(group, result.codes.data() + first * columns);
   }
   return result;
 }
@@ -96,9 +86,9 @@ std::int64_t mixed_bytes(std::int64_t hi, std::int64_t lo, std::int64_t dim, int
 }
 
 std::vector<float> token_key_norms(const ConstArray& keys) {
-  const std::vector<float> values = load_matrix("keys", keys);
+  exact::require_rank("keys", keys.rank, 2);
   std::vector<float> norms(size(keys.extent[0]));
-  exact::row_norms(values.data(), keys.extent[0], keys.extent[1], norms.data());
+  exact::row_norms(exact::HeadRows(keys, 0, 0).all(), keys.extent[1], norms.data());
   return norms;
 }
 
@@ -116,10 +106,8 @@ std::vector<std::uint8_t> saliency_mask(const ConstArray& norms, double hi_fract
 ChannelCodes channel_quant(const ConstArray& x, int bits, std::int64_t group_size) {
   exact::require_bits("bits", bits);
   exact::require_group_size("group_size", group_size);
-  const std::vector<float> values = load_matrix("x", x);
-  std::vector<const float*> rows;
-  for (std::int64_t r = 0; r < x.extent[0]; ++r) rows.push_back(values.data() + r * x.extent[1]);
-  return quantize_rows(rows, x.extent[1], bits, group_size);
+  exact::require_rank("x", x.rank, 2);
+  return quantize_rows(exact::HeadRows(x, 0, 0).all(), x.extent[1], bits, group_size);
 }
 
 void channel_dequant(const Strided<const std::uint8_t>& codes, const Strided<const float>& scales,
@@ -151,7 +139,8 @@ ZipCacheState zipcache_compress(const ConstArray& x, int hi_bits, int lo_bits, d
   exact::require_bits("hi_bits", hi_bits);
   exact::require_bits("lo_bits", lo_bits);
   exact::require_group_size("group_size", group_size);
-  const std::vector<float> values = load_matrix("x", x);
+  exact::require_rank("x", x.rank, 2);
+  const exact::HeadRows rows(x, 0, 0);
   ZipCacheState state;
   state.hi_bits = hi_bits;
   state.lo_bits = lo_bits;
@@ -159,16 +148,18 @@ ZipCacheState zipcache_compress(const ConstArray& x, int hi_bits, int lo_bits, d
   state.head_dim = x.extent[1];
   state.group_size = group_size;
   std::vector<float> norms(size(state.seq_len));
-  exact::row_norms(values.data(), state.seq_len, state.head_dim, norms.data());
+  exact::row_norms(rows.all(), state.head_dim, norms.data());
   state.hi_mask.resize(size(state.seq_len));
   mark_salient(norms.data(), state.seq_len, hi_count(state.seq_len, hi_fraction), state.hi_mask.data());
-  std::vector<const float*> hi;
-  std::vector<const float*> lo;
-  for (std::int64_t t = 0; t < state.seq_len; ++t) {
-    (state.hi_mask[size(t)] != 0 ? hi : lo).push_back(values.data() + t * state.head_dim);
-  }
-  ChannelCodes high = quantize_rows(hi, state.head_dim, hi_bits, group_size);
-  ChannelCodes low = quantize_rows(lo, state.head_dim, lo_bits, group_size);
+  std::vector<const void*> hi;
+  std::vector<const void*> lo;
+  for (std::int64_t t = 0; t < state.seq_len; ++t) (state.hi_mask[size(t)] != 0 ? hi : lo).push_back(rows.row(t));
+  const auto quantize = [&](const std::vector<const void*>& part, int bits) {
+    const exact::ConstRows part_rows{part.data(), static_cast<std::int64_t>(part.size()), rows.type()};
+    return quantize_rows(part_rows, state.head_dim, bits, group_size);
+  };
+  ChannelCodes high = quantize(hi, hi_bits);
+  ChannelCodes low = quantize(lo, lo_bits);
   state.hi_codes = std::move(high.codes);
   state.hi_scales = std::move(high.scales);
   state.hi_zeros = std::move(high.zeros);

@@ -1,0 +1,428 @@
+// make bench-gpu: decode attention on one GPU, graph replay over more than 220 MB of rotating pages, against the read
+// bandwidth measured in the same run. One JSON line per figure, a table at the end.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/half.hpp"
+#include "cuda/attend.hpp"
+#include "cuda/ptx.cuh"
+
+namespace kvant::cuda {
+namespace {
+
+constexpr double kRotate = 220e6;  // bytes: several times the L2 cache
+constexpr int kReplays = 31;
+
+void need(cudaError_t code, const char* what) {
+  check(code, what);
+}
+
+// ---- kernels of the benchmark itself
+
+__global__ void read_sum(const uint4* data, std::size_t count, unsigned* out) {
+  unsigned sum = 0;
+  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 3 * stride < count; i += 4 * stride) {
+    const uint4 a = __ldcs(data + i), b = __ldcs(data + i + stride);
+    const uint4 c = __ldcs(data + i + 2 * stride), d = __ldcs(data + i + 3 * stride);
+    sum += a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+  }
+  if (sum == 0x12345678U) *out = sum;
+}
+
+__device__ unsigned mix(unsigned x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ x >> 16;
+}
+
+// Random codes everywhere, then endpoints and channel lists of valid pages.
+__global__ void fill_pages(std::uint8_t* pages, std::size_t words, unsigned seed) {
+  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
+    reinterpret_cast<unsigned*>(pages)[i] = mix(static_cast<unsigned>(i) * 2654435761U + seed);
+  }
+}
+__global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsigned seed) {
+  std::uint8_t* page = pages + static_cast<std::size_t>(blockIdx.x) * f.head_bytes();
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto number = [&](int i, float from, float to) {
+    const unsigned r = mix(seed + blockIdx.x * 4096U + static_cast<unsigned>(i));
+    const float x = from + (to - from) * static_cast<float>(r >> 8) * 0x1p-24F;
+    return static_cast<std::uint16_t>(f.bfloat ? ptx::narrow2<true>(x, 0) : ptx::narrow2<false>(x, 0));
+  };
+  const int shift = static_cast<int>(mix(seed + blockIdx.x) % static_cast<unsigned>(f.key.dim));
+  for (int c = thread; c < f.key.dim; c += static_cast<int>(blockDim.x)) {
+    // Boosted channels: those that follow `shift`, in a circle.
+    const bool boosted = (c + f.key.dim - shift) % f.key.dim < f.boosted;
+    auto* ends = reinterpret_cast<std::uint16_t*>(page + key_endpoint_offset(c));
+    ends[boosted ? 4 : 0] = number(c, -2, -1);
+    ends[boosted ? 0 : 4] = number(c + 512, 1, 2);
+  }
+  for (int i = thread; i < f.key.high_steps * kStep; i += static_cast<int>(blockDim.x)) {
+    const int wrapped =
+        max(0, shift + f.boosted - f.key.dim);  // entries at the start of the circle, in ascending order
+    const int channel = i < wrapped ? i : shift + i - wrapped;
+    page[f.key.index_offset() + i] = static_cast<std::uint8_t>(i < f.boosted ? channel : 0);
+  }
+  for (int t = thread; t < kPage; t += static_cast<int>(blockDim.x)) {
+    auto* ends = reinterpret_cast<std::uint16_t*>(page + f.key.bytes() + value_endpoint_offset(f.value, t));
+    ends[0] = number(t + 1024, -2, -1);
+    ends[64] = number(t + 2048, 1, 2);
+  }
+}
+
+// ---- timing
+
+double median(std::vector<double> x) {
+  std::sort(x.begin(), x.end());
+  return x[x.size() / 2];
+}
+
+// Microseconds per launch of `launch(i)`, i = 0..count-1 captured in one graph.
+template <class Launch>
+double time_graph(int count, const Launch& launch) {
+  cudaStream_t stream;
+  need(cudaStreamCreate(&stream), "stream");
+  need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  for (int i = 0; i < count; ++i) launch(i, stream);
+  cudaGraph_t graph;
+  need(cudaStreamEndCapture(stream, &graph), "capture");
+  cudaGraphExec_t exec;
+  need(cudaGraphInstantiate(&exec, graph, 0), "graph");
+  cudaEvent_t start, stop;
+  need(cudaEventCreate(&start), "event");
+  need(cudaEventCreate(&stop), "event");
+  for (int i = 0; i < 3; ++i) need(cudaGraphLaunch(exec, stream), "graph");
+  std::vector<double> times;
+  for (int i = 0; i < kReplays; ++i) {
+    need(cudaEventRecord(start, stream), "event");
+    need(cudaGraphLaunch(exec, stream), "graph");
+    need(cudaEventRecord(stop, stream), "event");
+    need(cudaEventSynchronize(stop), "replay");
+    float ms = 0;
+    need(cudaEventElapsedTime(&ms, start, stop), "event");
+    times.push_back(ms * 1e3 / count);
+  }
+  cudaEventDestroy(start);
+  cudaEventDestroy(stop);
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return median(times);
+}
+
+double read_bandwidth() {
+  const std::size_t bytes = std::size_t{4} << 30;
+  DeviceBuffer<std::uint8_t> data(bytes);
+  DeviceBuffer<unsigned> out(1);
+  data.fill_zero();
+  double best = 0;
+  for (const int blocks : {132 * 2, 132 * 4, 132 * 8, 132 * 16}) {
+    const double us = time_graph(1, [&](int, cudaStream_t stream) {
+      read_sum<<<blocks, 512, 0, stream>>>(reinterpret_cast<const uint4*>(data.get()), bytes / 16, out.get());
+    });
+    best = std::max(best, static_cast<double>(bytes) / us * 1e-3);
+  }
+  return best;
+}
+
+// ---- cases
+
+struct Case {
+  std::string name;
+  std::string recipe;
+  CacheShape shape{8, 128, 128, DType::f16};
+  int group = 4;
+  int batch = 1;
+  std::int64_t tokens = 4096;
+  std::int64_t shortest = 0;  // > 0: lengths from here to `tokens`, log-uniform
+  int rows = 1;
+};
+
+struct Set {
+  std::vector<Sequence> sequences;
+  std::unique_ptr<Batch> batch;
+  std::unique_ptr<AttendPlan> plan;
+};
+
+class Runner {
+ public:
+  Runner(const Case& c, double bandwidth) : case_(c), bandwidth_(bandwidth) {
+    std::mt19937 random(7);
+    const Recipe recipe = parse_recipe(c.recipe);
+    std::int64_t pages = 0;
+    for (int b = 0; b < c.batch; ++b) {
+      std::int64_t tokens = c.tokens;
+      if (c.shortest > 0) {
+        const double share = static_cast<double>(b) / std::max(1, c.batch - 1);
+        tokens =
+            static_cast<std::int64_t>(static_cast<double>(c.shortest) *
+                                      std::pow(static_cast<double>(c.tokens) / static_cast<double>(c.shortest), share));
+      }
+      pages_.push_back(tokens / kPage);
+      pages += pages_.back();
+    }
+    std::shuffle(pages_.begin(), pages_.end(), random);
+    bytes_ = static_cast<double>(pages) * static_cast<double>(page_bytes(recipe, c.shape));
+    const int sets = static_cast<int>(std::max(1.0, std::ceil(kRotate / bytes_)));
+    pool_ = std::make_unique<PagePool>(recipe, c.shape, static_cast<int>(pages) * sets, 0);
+    const PagePool::Impl& pool = *pool_->impl();
+    fill_pages<<<1024, 256>>>(pool.pages.get(), pool.pages.bytes() / 4, 1U);
+    fill_endpoints<<<static_cast<unsigned>(pages * sets * c.shape.kv_heads), 128>>>(pool.pages.get(), pool.format, 5U);
+    need(cudaDeviceSynchronize(), "fill");
+    std::vector<std::int32_t> numbers;
+    for (int i = 0; i < pages * sets; ++i) numbers.push_back(pool_->impl()->page_numbers.take());
+    std::shuffle(numbers.begin(), numbers.end(), random);
+    std::size_t next = 0;
+    for (int s = 0; s < sets; ++s) {
+      sets_.emplace_back();
+      Set& set = sets_.back();
+      std::vector<Sequence*> pointers;
+      set.sequences.reserve(pages_.size());
+      for (const std::int64_t count : pages_) {
+        set.sequences.emplace_back(*pool_);
+        Sequence::Impl& sequence = set.sequences.back().impl();
+        for (std::int64_t i = 0; i < count; ++i) sequence.pages.push_back(numbers[next++]);
+        sequence.length = count * kPage;
+        pointers.push_back(&set.sequences.back());
+      }
+      set.batch = std::make_unique<Batch>(*pool_, c.batch, c.tokens);
+      set.batch->bind(pointers, nullptr);
+    }
+    const auto vectors = static_cast<std::size_t>(c.batch * c.rows * c.group * c.shape.kv_heads);
+    q_ = DeviceBuffer<std::uint16_t>(vectors * static_cast<std::size_t>(c.shape.key_dim));
+    out_ = DeviceBuffer<std::uint16_t>(vectors * static_cast<std::size_t>(c.shape.value_dim));
+    std::normal_distribution<float> normal;
+    std::vector<std::uint16_t> q(q_.count());
+    for (std::size_t i = 0; i < q.size(); ++i) {
+      base::store_float(q.data(), c.shape.dtype, static_cast<std::int64_t>(i), normal(random));
+    }
+    q_.copy_from(q.data(), q.size());
+  }
+
+  // Relative error against binary64 over the same pages.
+  double error() {
+    AttendOptions options;
+    const std::vector<float> got = result(AttendPlan(*sets_[0].batch, heads(), case_.rows, options, 0));
+    const std::vector<float> want =
+        result(AttendPlan(*sets_[0].batch, heads(), case_.rows, options, 0, AttendPath::reference));
+    double difference = 0, norm = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      difference += (got[i] - want[i]) * static_cast<double>(got[i] - want[i]);
+      norm += want[i] * static_cast<double>(want[i]);
+    }
+    return std::sqrt(difference / norm);
+  }
+
+  void plan(bool overlap, const Split* split = nullptr, bool few_warps = true) {
+    AttendOptions options;
+    options.overlap = overlap;
+    options.pages_settled = overlap;
+    for (Set& set : sets_) {
+      set.plan = std::make_unique<AttendPlan>(*set.batch, heads(), case_.rows, options, 0);
+      if (split == nullptr) continue;
+      auto& impl = const_cast<AttendPlan::Impl&>(set.plan->impl());
+      DecodeVariant variant = impl.kernel->variant;
+      variant.half = split->half;
+      variant.cluster = split->half || few_warps;
+      const DecodeKernel* kernel = find_decode_kernel(variant);
+      if (kernel == nullptr) base::fail(ErrorCode::unsupported, "no kernel for this split");
+      impl.kernel = kernel;
+      impl.load(*split, impl.describe_sequences(0, split->half ? 2 : 1));
+    }
+  }
+
+  double time() {
+    const int count =
+        static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200));
+    return time_graph(count, [&](int i, cudaStream_t stream) {
+      sets_[static_cast<std::size_t>(i) % sets_.size()].plan->run(q_.get(), out_.get(), nullptr, stream);
+    });
+  }
+
+  void report(const char* kind, double us, double error) const {
+    const double rate = bytes_ / us * 1e-3;
+    std::printf(
+        "{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"kind\": \"%s\", \"us\": %.2f, "
+        "\"GB/s\": %.0f, \"percent\": %.1f, \"error\": %.2e, \"split\": \"%s\", \"cost\": %.0f}\n",
+        case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), kind, us, rate,
+        100 * rate / bandwidth_, error, sets_[0].plan->describe().c_str(),
+        sets_[0].plan->impl().plan.split.segment_cost);
+    std::fflush(stdout);
+  }
+
+ private:
+  int heads() const { return case_.group * case_.shape.kv_heads; }
+  std::vector<float> result(const AttendPlan& plan) {
+    need(cudaMemset(out_.get(), 0xFF, out_.bytes()), "poison");
+    plan.run(q_.get(), out_.get(), nullptr, nullptr);
+    need(cudaDeviceSynchronize(), "attention");
+    std::vector<std::uint16_t> raw(out_.count());
+    need(cudaMemcpy(raw.data(), out_.get(), out_.bytes(), cudaMemcpyDeviceToHost), "copy");
+    std::vector<float> x(raw.size());
+    for (std::size_t i = 0; i < raw.size(); ++i) {
+      x[i] = base::load_float(raw.data(), case_.shape.dtype, static_cast<std::int64_t>(i));
+    }
+    return x;
+  }
+
+  Case case_;
+  double bandwidth_;
+  double bytes_ = 0;
+  std::vector<std::int64_t> pages_;
+  std::unique_ptr<PagePool> pool_;
+  std::vector<Set> sets_;
+  DeviceBuffer<std::uint16_t> q_, out_;
+};
+
+double time_seal(const char* recipe, int pages) {
+  const CacheShape shape{8, 128, 128, DType::f16};
+  PagePool pool(parse_recipe(recipe), shape, pages, pages);
+  const PagePool::Impl& p = *pool.impl();
+  std::vector<std::uint16_t> rows(p.exact.bytes() / 2);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  for (auto& x : rows) x = base::float_to_half(normal(random));
+  need(cudaMemcpy(p.exact.get(), rows.data(), p.exact.bytes(), cudaMemcpyHostToDevice), "copy");
+  std::vector<SealJob> jobs;
+  for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
+  DeviceBuffer<SealJob> device(jobs.size());
+  device.copy_from(jobs.data(), jobs.size());
+  const SealArgs args{device.get(),
+                      p.exact.get(),
+                      static_cast<std::int64_t>(p.exact_stride()),
+                      p.pages.get(),
+                      static_cast<std::int64_t>(p.page_stride()),
+                      shape.kv_heads,
+                      p.format.boosted};
+  launch_seal(p.format, args, pages, nullptr);
+  return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
+}
+
+std::vector<Case> table_cases() {
+  std::vector<Case> cases;
+  for (const auto& [name, recipe] :
+       {std::pair{"2-bit", "kivi:k=2,v=2"}, {"kitty 25 %", "kitty:sink=0"}, {"4-bit", "kivi:k=4,v=4"}}) {
+    for (const auto& [batch, tokens] :
+         {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
+      Case c;
+      c.name = name;
+      c.recipe = recipe;
+      c.batch = batch;
+      c.tokens = tokens;
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
+std::vector<Case> more_cases() {
+  std::vector<Case> cases;
+  const auto add = [&](const char* name, const char* recipe, int dim, DType type, int group, int batch, int tokens,
+                       int shortest, int rows) {
+    Case c;
+    c.name = name;
+    c.recipe = recipe;
+    c.shape = {8, dim, dim, type};
+    c.group = group;
+    c.batch = batch;
+    c.tokens = tokens;
+    c.shortest = shortest;
+    c.rows = rows;
+    cases.push_back(c);
+  };
+  add("mixed 1k..64k", "kivi:k=2,v=2", 128, DType::f16, 4, 32, 65536, 1024, 1);
+  add("2-bit B64", "kivi:k=2,v=2", 128, DType::f16, 4, 64, 32768, 0, 1);
+  add("3-bit", "kivi:k=3,v=3", 128, DType::f16, 4, 32, 32768, 0, 1);
+  add("K4 V2", "kivi:k=4,v=2", 128, DType::f16, 4, 32, 32768, 0, 1);
+  add("2-bit bf16", "kivi:k=2,v=2", 128, DType::bf16, 4, 32, 32768, 0, 1);
+  add("2-bit g=1", "kivi:k=2,v=2", 128, DType::f16, 1, 32, 32768, 0, 1);
+  add("2-bit g=8", "kivi:k=2,v=2", 128, DType::f16, 8, 32, 32768, 0, 1);
+  add("2-bit 2 rows", "kivi:k=2,v=2", 128, DType::f16, 4, 32, 32768, 0, 2);
+  add("2-bit D=64", "kivi:k=2,v=2", 64, DType::f16, 4, 32, 32768, 0, 1);
+  add("2-bit D=256", "kivi:k=2,v=2", 256, DType::f16, 4, 32, 32768, 0, 1);
+  add("4-bit D=64", "kivi:k=4,v=4", 64, DType::f16, 4, 32, 32768, 0, 1);
+  return cases;
+}
+
+void run_case(const Case& c, double bandwidth, bool tune) {
+  Runner runner(c, bandwidth);
+  const double error = runner.error();
+  runner.plan(false);
+  runner.report("plain", runner.time(), error);
+  runner.plan(true);
+  runner.report("overlap", runner.time(), error);
+  if (!tune) return;
+  const int items = c.batch * c.shape.kv_heads;
+  std::vector<Split> splits;
+  for (const double cost : {0.0, 5.0, 10.0, 20.0, 30.0}) splits.push_back({1, 132, false, false, cost});
+  if (items <= 66) splits.push_back({2, 66 / items * items, false, true});
+  for (const Split& split : splits) {
+    for (const bool few_warps : {false, true}) {
+      if (split.half && !few_warps) continue;
+      try {
+        runner.plan(false, &split, few_warps);
+        runner.report("tune", runner.time(), error);
+        runner.plan(true, &split, few_warps);
+        runner.report("tune+", runner.time(), error);
+      } catch (const Error& refused) {
+        std::printf("# %s\n", refused.what());
+      }
+    }
+  }
+}
+
+int run(const std::string& what) {
+  const DeviceInfo info = device_info();
+  const double bandwidth = read_bandwidth();
+  std::printf("{\"device\": \"%s\", \"read GB/s\": %.0f}\n", info.name.c_str(), bandwidth);
+  if (what == "table" || what == "all") {
+    for (const Case& c : table_cases()) run_case(c, bandwidth, false);
+  }
+  if (what == "tune") {
+    std::vector<Case> cases = table_cases();
+    cases.push_back(more_cases().front());
+    for (const Case& c : cases) {
+      if (c.batch > 1 && c.name != "4-bit") run_case(c, bandwidth, true);
+    }
+  }
+  if (what == "more" || what == "all") {
+    for (const Case& c : more_cases()) {
+      try {
+        run_case(c, bandwidth, false);
+      } catch (const Error& error) {
+        std::printf("# %s: %s\n", c.name.c_str(), error.what());
+      }
+    }
+  }
+  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0"}) {
+    for (const int pages : {32, 8, 1}) {  // 8 heads each
+      std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,
+                  time_seal(recipe, pages));
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace kvant::cuda
+
+int main(int argc, char** argv) {
+  try {
+    return kvant::cuda::run(argc > 1 ? argv[1] : "all");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,249 @@
+#include "cuda/attend.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvant::cuda {
+namespace {
+
+constexpr int kMaxRows = 8;
+constexpr int kMaxGroup = 16;
+
+[[noreturn]] void refuse(const std::string& text) {
+  base::fail(ErrorCode::invalid_argument, text);
+}
+
+void check_shape(const CacheShape& shape, int query_heads, int rows, const AttendOptions& options, int headroom) {
+  if (rows < 1 || rows > kMaxRows) refuse("rows is " + std::to_string(rows) + "; allowed: 1 to 8");
+  const bool fits = query_heads > 0 && query_heads % shape.kv_heads == 0 && query_heads / shape.kv_heads <= kMaxGroup;
+  if (!fits) {
+    refuse("query_heads is " + std::to_string(query_heads) + "; allowed: 1 to 16 times the " +
+           std::to_string(shape.kv_heads) + " KV heads");
+  }
+  if (!(options.softcap >= 0) || !std::isfinite(options.softcap) || !std::isfinite(options.scale)) {
+    refuse("scale must be finite, softcap finite and not negative");
+  }
+  if (options.sliding_window < 0) {
+    refuse("sliding_window is " + std::to_string(options.sliding_window) + "; allowed: 0 and more");
+  }
+  if (headroom < 0) refuse("headroom is " + std::to_string(headroom) + "; allowed: 0 and more");
+}
+
+DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
+  DecodeVariant variant;
+  variant.key_bits = format.key.bits;
+  variant.value_bits = format.value.bits;
+  variant.high_steps = format.key.high_steps;
+  variant.key_dim = format.key.dim;
+  variant.value_dim = format.value.dim;
+  variant.bfloat = format.bfloat;
+  variant.n_tiles = vectors > 4 ? 2 : 1;
+  return variant;
+}
+
+// Two blocks of vectors share what a page costs to unpack; shapes without such a kernel read the page once per block.
+const DecodeKernel* find_flat(DecodeVariant variant) {
+  const DecodeKernel* kernel = find_decode_kernel(variant);
+  if (kernel == nullptr && variant.n_tiles > 1) {
+    variant.n_tiles = 1;
+    kernel = find_decode_kernel(variant);
+  }
+  return kernel;
+}
+
+// The kernel of a split: half units need their own, clusters have their own for the common shapes.
+const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
+  DecodeVariant variant = flat.variant;
+  variant.half = split.half;
+  variant.cluster = split.ranks > 1 || split.few_warps;
+  const DecodeKernel* kernel = find_decode_kernel(variant);
+  return kernel == nullptr && !split.half ? &flat : kernel;
+}
+
+bool alike(const std::vector<PlanSequence>& sequences) {
+  const auto units = [](const PlanSequence& s) { return s.coded_units - s.first_unit + s.live_tiles; };
+  const auto [low, high] = std::minmax_element(sequences.begin(), sequences.end(),
+                                               [&](const auto& a, const auto& b) { return units(a) < units(b); });
+  return sequences.empty() || units(*high) - units(*low) <= units(*high) / 20;
+}
+
+PlanDevice describe_device(const DecodeKernel& flat) {
+  const DeviceInfo info = device_info();
+  PlanDevice device;
+  device.multiprocessors = info.multiprocessors;
+  if (info.major < 9) return device;
+  const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
+  device.clusters_of_2 = resident_clusters(pair, 2);
+  device.clusters_of_8 = resident_clusters(pair, 8);
+  device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
+  return device;
+}
+
+}  // namespace
+
+std::vector<PlanSequence> AttendPlan::Impl::describe_sequences(int headroom, int units_per_page) const {
+  std::vector<PlanSequence> result;
+  for (const Sequence* sequence : batch->sequences) {
+    const Sequence::Impl& s = sequence->impl();
+    PlanSequence shape;
+    const auto pages = static_cast<int>(s.pages.size());
+    int first_page = s.first_is_exact() ? 1 : 0;
+    if (args.window > 0) {
+      const std::int64_t oldest = s.length - args.rows + 1 - args.window;
+      first_page = std::clamp(static_cast<int>(oldest / kPage), first_page, std::max(first_page, pages));
+    }
+    shape.first_unit = first_page * units_per_page;
+    shape.coded_units = std::max(pages, first_page) * units_per_page;
+    shape.sinks = s.sinks;
+    const int sink_tiles = (s.sinks + kTile - 1) / kTile;
+    const auto tail = static_cast<int>(s.length - s.tail_begin());
+    const int room = std::min<int>(tail + headroom, static_cast<int>(s.tail.size()) * kPage);
+    shape.exact_tiles = sink_tiles + (room + kTile - 1) / kTile;
+    shape.live_tiles = sink_tiles + (tail + kTile - 1) / kTile;
+    result.push_back(shape);
+  }
+  return result;
+}
+
+void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> shapes) {
+  const DeviceFormat& format = batch->pool->format;
+  PlanShape shape;
+  shape.kv_heads = batch->pool->shape.kv_heads;
+  shape.vectors = args.rows * args.group;
+  shape.vectors_per_item = 4 * kernel->variant.n_tiles;
+  shape.exact_cost =
+      static_cast<double>(format.exact.tile_bytes()) / static_cast<double>(format.head_bytes() / (split.half ? 2 : 1));
+  plan = make_plan(split, shape, shapes);
+  inlined = InlinePlan();
+  if (plan.segments.size() == static_cast<std::size_t>(split.groups) && split.groups <= InlinePlan::kSegments &&
+      split.aligned) {
+    std::copy(plan.segments.begin(), plan.segments.end(), inlined.segments);
+    segments = DeviceBuffer<Segment>();
+  } else {
+    if (plan.segments.size() > 65535) {
+      refuse(std::to_string(plan.segments.size()) + " pieces of work in one call; allowed: 65535");
+    }
+    std::copy(plan.first_segment.begin(), plan.first_segment.end(), inlined.first);
+    segments = DeviceBuffer<Segment>(plan.segments.size());
+    segments.copy_from(plan.segments.data(), plan.segments.size());
+  }
+  partials = DeviceBuffer<float>(static_cast<std::size_t>(plan.partials) *
+                                 static_cast<std::size_t>(shape.vectors_per_item * (format.value.dim + 2)));
+  counters = DeviceBuffer<std::uint32_t>(static_cast<std::size_t>(plan.counters));
+  if (plan.counters > 0) counters.fill_zero();
+  args.segments = segments.get();
+  args.partials = partials.get();
+  args.counters = counters.get();
+  prepare_decode(*kernel);
+}
+
+AttendPlan::~AttendPlan() = default;
+AttendPlan::AttendPlan(AttendPlan&&) noexcept = default;
+
+AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const AttendOptions& options, int headroom,
+                       AttendPath path)
+    : impl_(std::make_unique<Impl>()) {
+  Impl& impl = *impl_;
+  impl.batch = &batch.impl();
+  const PagePool::Impl& pool = *impl.batch->pool;
+  check_shape(pool.shape, query_heads, rows, options, headroom);
+  impl.generation = impl.batch->generation;
+  impl.options = options;
+  impl.query_heads = query_heads;
+  impl.sequences = batch.size();
+
+  DecodeArgs& args = impl.args;
+  args.pages = pool.pages.get();
+  args.page_stride = static_cast<std::int64_t>(pool.page_stride());
+  args.exact = pool.exact.get();
+  args.exact_stride = static_cast<std::int64_t>(pool.exact_stride());
+  args.table = impl.batch->table();
+  args.table_stride = impl.batch->table_stride;
+  args.exact_table = impl.batch->exact_table();
+  args.exact_table_stride = impl.batch->exact_stride;
+  args.lengths = impl.batch->lengths();
+  args.q_head = pool.shape.key_dim;
+  args.q_row = args.q_head * query_heads;
+  args.q_sequence = args.q_row * rows;
+  args.out_head = pool.shape.value_dim;
+  args.out_row = args.out_head * query_heads;
+  args.out_sequence = args.out_row * rows;
+  args.sinks = options.sinks;
+  args.scale = options.scale != 0 ? options.scale : 1.0F / std::sqrt(static_cast<float>(pool.shape.key_dim));
+  args.softcap = options.softcap;
+  args.softcap_rate = options.softcap > 0 ? 2.0F / options.softcap : 0.0F;
+  args.window = options.sliding_window;
+  args.rows = rows;
+  args.group = query_heads / pool.shape.kv_heads;
+  args.kv_heads = pool.shape.kv_heads;
+  args.boosted = pool.format.boosted;
+  args.pages_settled = options.overlap && options.pages_settled ? 1 : 0;
+
+  for (const Sequence* sequence : impl.batch->sequences) {
+    const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
+    impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
+  }
+  const DecodeKernel* flat =
+      path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group));
+  if (flat == nullptr) {
+    if (path == AttendPath::integer) refuse("this build has no integer kernel for the pool's recipe and shape");
+    impl.path = AttendPath::reference;
+    std::vector<std::int32_t> integers;
+    const std::vector<PlanSequence> shapes = impl.describe_sequences(headroom, 1);
+    for (const PlanSequence& s : shapes) integers.push_back(s.first_unit);
+    for (const PlanSequence& s : shapes) integers.push_back(s.coded_units);
+    for (const PlanSequence& s : shapes) integers.push_back(s.sinks);
+    impl.integers = DeviceBuffer<std::int32_t>(integers.size());
+    impl.integers.copy_from(integers.data(), integers.size());
+    impl.reference = {impl.integers.get(), impl.integers.get() + shapes.size(),
+                      impl.integers.get() + 2 * shapes.size()};
+    return;
+  }
+  const std::vector<PlanSequence> pages = impl.describe_sequences(headroom, 1);
+  int longest = 0;
+  for (const PlanSequence& s : pages) longest = std::max(longest, s.coded_units - s.first_unit);
+  const int per_item = 4 * flat->variant.n_tiles;
+  const int items = impl.sequences * pool.shape.kv_heads * ((rows * args.group + per_item - 1) / per_item);
+  const PlanDevice device = describe_device(*flat);
+  const Split split = choose_split(device, items, longest, alike(pages));
+  impl.kernel = kernel_for(*flat, split);
+  impl.load(split, split.half ? impl.describe_sequences(headroom, 2) : pages);
+}
+
+void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
+  const Impl& impl = *impl_;
+  if (impl.generation != impl.batch->generation) {
+    refuse("the plan is older than the batch's pages: they were sealed or bound anew since");
+  }
+  for (const Sequence* sequence : impl.batch->sequences) {
+    if (sequence->length() > impl.longest) {
+      refuse("a sequence has grown to " + std::to_string(sequence->length()) + " tokens; the plan serves " +
+             std::to_string(impl.longest));
+    }
+  }
+  DecodeArgs args = impl.args;
+  args.q = q;
+  args.out = out;
+  args.lse = lse;
+  if (impl.sequences == 0) return;
+  if (impl.path == AttendPath::reference) {
+    launch_reference(impl.batch->pool->format, args, impl.reference, impl.sequences, stream);
+    return;
+  }
+  launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap,
+                stream);
+}
+
+AttendPath AttendPlan::path() const {
+  return impl_->path;
+}
+
+std::string AttendPlan::describe() const {
+  if (impl_->path == AttendPath::reference) return "reference";
+  const Split& split = impl_->plan.split;
+  return "integer, " + std::to_string(split.groups) + " x " + std::to_string(split.ranks) + " blocks of " +
+         std::to_string(impl_->kernel->warps) + " warps" + (split.half ? ", half pages" : "") + ", " +
+         std::to_string(impl_->plan.segments.size()) + " segments";
+}
+
+}  // namespace kvant::cuda

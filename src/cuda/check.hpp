@@ -1,0 +1,23 @@
+// CUDA calls that fail throw kvant::Error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "base/checked.hpp"
+
+namespace kvant::cuda {
+
+inline void check(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  cudaGetLastError();  // an error of one call must not show up in the next
+  base::fail(code == cudaErrorMemoryAllocation ? ErrorCode::out_of_memory : ErrorCode::unsupported,
+             std::string(what) + ": " + cudaGetErrorString(code));
+}
+
+inline cudaStream_t as_stream(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace kvant::cuda

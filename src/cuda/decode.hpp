@@ -1,0 +1,48 @@
+// The compiled decode kernels and how one is launched; no CUDA header needed.
+#pragma once
+
+#include <span>
+
+#include "cuda/decode_args.hpp"
+#include "cuda/device_format.hpp"
+
+namespace kvant::cuda {
+
+struct DecodeVariant {
+  int key_bits = 2;
+  int value_bits = 2;
+  int high_steps = 0;
+  int key_dim = 128;
+  int value_dim = 128;
+  int n_tiles = 1;
+  bool half = false;
+  bool bfloat = false;
+  bool cluster = false;  // fewer warps, for grids of clusters
+
+  bool operator==(const DecodeVariant&) const = default;
+};
+
+struct DecodeKernel {
+  DecodeVariant variant;
+  const void* function = nullptr;
+  int warps = 0;
+  int shared_bytes = 0;
+  const void* seal = nullptr;  // the kernel that writes such pages; one variant of each format has it
+  int seal_shared_bytes = 0;
+};
+
+// Null where this build has no such kernel.
+const DecodeKernel* find_decode_kernel(const DecodeVariant& variant);
+std::span<const DecodeKernel> decode_kernels();
+
+// How many clusters of `ranks` blocks of this kernel run at once on the current device; 0 where clusters do not exist.
+int resident_clusters(const DecodeKernel& kernel, int ranks);
+
+// Raises the kernel's shared memory limit on the current device; once per device, not while capturing.
+void prepare_decode(const DecodeKernel& kernel);
+
+// Launches groups * ranks blocks. `dependent`: the launch may begin before its predecessor in the stream has ended.
+void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,
+                   bool dependent, void* stream);
+
+}  // namespace kvant::cuda

@@ -1,0 +1,63 @@
+// Compile-time side of the decode kernel: one instance per recipe, shape and split.
+#pragma once
+
+#include "cuda/page_format.hpp"
+
+namespace kvant::cuda {
+
+// Warps of a block, a multiple of the four schedulers: as many slots as keep 75 to 150 KB in flight on a
+// multiprocessor. More makes blocks unequal (README.md), fewer leaves the memory waiting. Two blocks of vectors need
+// twice the registers.
+constexpr int decode_warps(const KeyFormat& key, const ValueFormat& value, int n_tiles, bool half, bool cluster) {
+  const int slot = key.bytes() + value.bytes();
+  if (12 * slot <= 115200 && n_tiles == 1 && !half && !cluster) return 12;
+  return 8 * slot <= 150000 ? 8 : 4;
+}
+
+template <int KeyBits, int ValueBits, int HighSteps, int KeyDim, int ValueDim, int NTiles, bool Half, bool Bfloat,
+          int Warps>
+struct DecodeConfig {
+  static constexpr KeyFormat key{KeyBits, KeyDim, HighSteps};
+  static constexpr ValueFormat value{ValueBits, ValueDim};
+  static constexpr ExactFormat exact{KeyDim, ValueDim};
+  static constexpr int n_tiles = NTiles;  // blocks of 4 query vectors: two columns each of the 8 of an MMA
+  static constexpr int vectors = 4 * NTiles;
+  static constexpr bool half = Half;  // a unit is half a page
+  static constexpr bool bfloat = Bfloat;
+  static constexpr int warps = Warps;
+  static constexpr int threads = Warps * 32;
+
+  static constexpr int units_per_page = Half ? 2 : 1;
+  static constexpr int unit_tokens = kPage / units_per_page;
+  static constexpr int token_tiles = unit_tokens / kTile;
+  static constexpr int steps = key.steps();
+  static constexpr int all_steps = steps + HighSteps;
+  static constexpr int value_tiles = ValueDim / kTile;
+  static constexpr int key_positions = KeyBits == 2 ? 4 : 2;  // per byte once 3-bit codes are joined
+  static constexpr int value_positions = ValueBits == 2 ? 4 : 2;
+
+  // Bytes of a slot. A half unit leaves out the other half's codes.
+  static constexpr int key_bytes = key.codes_offset() + (Half ? 1 : 2) * key.half_codes_bytes();
+  static constexpr int value_bytes = (Half ? 1 : 2) * value.half_bytes();
+  static constexpr int slot_bytes = key_bytes + value_bytes;
+
+  // Sums stay exact in the 23 bits of a float's mantissa: steps of 32 depth indices that one accumulator may take.
+  static constexpr int max_code = KeyBits == 2 ? 3 << 6 : (KeyBits == 3 ? 7 : 15) << 4;
+  static constexpr int chunk_steps = (1 << 22) / (max_code * 128 * kStep);
+  static constexpr int chunks = (all_steps + chunk_steps - 1) / chunk_steps;
+  static_assert(chunk_steps >= 4);
+  static_assert(((ValueBits == 2 ? 3 << 6 : 15 << 4) * 255 * unit_tokens) < (1 << 23));
+  static_assert(!(Half && (KeyBits == 3 || ValueBits == 3)), "the 1-bit planes of 3-bit codes serve whole pages");
+  static_assert(HighSteps == 0 || KeyBits == 2);
+
+  // Shared memory.
+  static constexpr int merge_stride = ValueDim + 8;  // spreads the four heads of a warp over the banks
+  static constexpr int barrier_offset = Warps * slot_bytes;
+  static constexpr int merge_offset = barrier_offset + Warps * 16;
+  static constexpr int state_offset = merge_offset + Warps * vectors * merge_stride * 4;
+  static constexpr int block_offset = state_offset + Warps * vectors * 8;  // what a cluster reads: outputs, then states
+  static constexpr int flag_offset = block_offset + vectors * (ValueDim + 2) * 4;
+  static constexpr int shared_bytes = flag_offset + 16;
+};
+
+}  // namespace kvant::cuda

@@ -1,0 +1,267 @@
+#include "cuda/device_format.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "base/checked.hpp"
+#include "tiles/kernels.hpp"
+#include "tiles/plane.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) {
+  base::fail(ErrorCode::invalid_argument, text);
+}
+
+bool is_dim(int dim) {
+  return dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256;
+}
+
+// Codes of a tile, one byte each, [depth][stride].
+struct Codes {
+  int stride = 0;
+  std::vector<std::uint8_t> data;
+
+  explicit Codes(const TileLayout& tile)
+      : stride(base::round_up(tile.rows, tiles::kLanes)),
+        data(static_cast<std::size_t>(tile.depth) * static_cast<std::size_t>(stride)) {}
+  std::uint8_t& at(int depth, int row) { return data[static_cast<std::size_t>(depth * stride + row)]; }
+};
+
+// The channel of each stored depth index; a tile without an order stores channels as they come.
+std::vector<int> load_order(const TileLayout& tile, const std::byte* block) {
+  std::vector<int> order(static_cast<std::size_t>(tile.depth));
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = 0; tile.order_entry == 1 && i < order.size(); ++i) {
+    order[i] = std::to_integer<int>(block[tile.order_offset + i]);
+  }
+  return order;
+}
+
+// Boosted channels first, each part ascending.
+std::vector<int> make_order(const TileLayout& tile, const std::vector<int>& boosted) {
+  std::vector<int> order = boosted;
+  for (int channel = 0; channel < tile.depth; ++channel) {
+    if (!std::binary_search(boosted.begin(), boosted.end(), channel)) order.push_back(channel);
+  }
+  return order;
+}
+
+// Codes by stored depth index.
+Codes unpack(const TileLayout& tile, const std::byte* block) {
+  Codes codes(tile);
+  for (const PlaneLayout& plane : tile.planes) {
+    tiles::kernels().unpack_plane(block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth, nullptr,
+                                  codes.data.data(), codes.stride);
+  }
+  return codes;
+}
+
+void pack(const TileLayout& tile, const Codes& codes, std::byte* block) {
+  for (const PlaneLayout& plane : tile.planes) {
+    tiles::kernels().pack_plane(codes.data.data(), codes.stride, nullptr, plane.bits, plane.shift, tile.rows,
+                                plane.depth, block + plane.offset);
+  }
+}
+
+// A field of `bits` bits of one byte of a device page.
+struct Field {
+  std::size_t byte = 0;
+  int shift = 0;
+  int bits = 0;
+
+  int get(const std::byte* page) const { return std::to_integer<int>(page[byte]) >> shift & ((1 << bits) - 1); }
+  void set(std::byte* page, int value) const { page[byte] |= static_cast<std::byte>(value << shift); }
+};
+
+// Where the fields of a code lie: the main field, and the third bit of 3-bit codes.
+struct Fields {
+  Field low;
+  Field high;  // bits 0: none
+
+  int get(const std::byte* page) const { return low.get(page) | (high.bits != 0 ? high.get(page) << low.bits : 0); }
+  void set(std::byte* page, int code) const {
+    low.set(page, code & ((1 << low.bits) - 1));
+    if (high.bits != 0) high.set(page, code >> low.bits);
+  }
+};
+
+Fields fields_at(int bits, const CodePlace& place, int codes_quad, int plane1_quad) {
+  const auto inside = static_cast<std::size_t>(place.lane * 16 + place.word * 4 + place.byte);
+  const int width = bits == 4 ? 4 : 2;
+  Fields fields;
+  fields.low = {static_cast<std::size_t>(codes_quad) + inside, place.position * width, width};
+  if (bits == 3) {
+    fields.high = {static_cast<std::size_t>(plane1_quad) + inside, plane1_bit(place.group, place.position), 1};
+  }
+  return fields;
+}
+
+Fields key_fields(const KeyFormat& key, int token, int depth) {
+  const CodePlace place = place_of(key.bits, token, depth);
+  return fields_at(key.bits, place,
+                   key.codes_offset() + (place.group * key.quads_per_group() + place.step) * kQuadBytes,
+                   key.plane1_offset() + place.step * kQuadBytes);
+}
+
+// The high plane of boosted channels: entry `i` of the list is depth index i of the steps after the base ones.
+Fields high_fields(const KeyFormat& key, int token, int i) {
+  return key_fields(key, token, key.dim + i);
+}
+
+Fields value_fields(const ValueFormat& value, int channel, int token) {
+  const CodePlace place = place_of(value.bits, channel, value_slot(token));
+  const int half = value.bytes() * (token >= kPage / 2 ? 1 : 0) / 2;
+  const int step = place.step % 2;
+  return fields_at(value.bits, place, half + value.codes_offset() + (place.group * 2 + step) * kQuadBytes,
+                   half + value.plane1_offset() + (place.group / 2 * 2 + step) * kQuadBytes);
+}
+
+void copy2(std::byte* to, const std::byte* from) {
+  std::memcpy(to, from, 2);
+}
+
+// Width of a tile's codes over all depth indices.
+int uniform_width(const TileLayout& tile) {
+  int width = 0;
+  for (const PlaneLayout& plane : tile.planes) width += plane.depth == tile.depth ? plane.bits : 0;
+  return width;
+}
+
+// What only the CPU's pages can have so far.
+void check_plain(const char* side, const TileLayout& tile) {
+  if (tile.budget == 0 && tile.rotation == 1 && !tile.shared_grid) return;
+  refuse(std::string(side) +
+         " have widths of their own per page, a rotation or a shared grid; on the GPU: kivi, kitty");
+}
+
+void check_width(const char* side, int width) {
+  if (width < 2 || width > 4) {
+    refuse("codes of " + std::string(side) + " have " + std::to_string(width) + " bits; on the GPU: 2 to 4");
+  }
+}
+
+// Depth of the plane over some channels, 0 if there is none. The device knows one second plane of 2 bits on 2-bit
+// codes.
+int boosted_channels(const TileLayout& tile) {
+  int count = 0;
+  for (const PlaneLayout& plane : tile.planes) {
+    if (plane.depth == tile.depth) continue;
+    if (count != 0 || plane.bits != 2 || plane.shift != 2 || plane.first != 0) {
+      refuse("a plane of " + std::to_string(plane.bits) + " bits over some channels; on the GPU: one of 2 bits");
+    }
+    count = plane.depth;
+  }
+  return count;
+}
+
+}  // namespace
+
+DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
+  const PageLayout layout = make_layout(recipe, shape);
+  if (!recipe.quantizes()) refuse("recipe '" + to_text(recipe) + "' has no sealed pages; on the GPU: kivi, kitty");
+  if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
+  for (const int dim : {shape.key_dim, shape.value_dim}) {
+    if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
+  }
+  if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+  if (layout.salient > 0)
+    refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page; on the GPU: kivi, kitty");
+  check_plain("keys", layout.key);
+  check_plain("values", layout.value);
+  DeviceFormat format;
+  format.key = {uniform_width(layout.key), shape.key_dim, 0};
+  format.value = {uniform_width(layout.value), shape.value_dim};
+  check_width("keys", format.key.bits);
+  check_width("values", format.value.bits);
+  format.boosted = boosted_channels(layout.key);
+  if (boosted_channels(layout.value) != 0) refuse("values with chosen tokens; on the GPU: one width");
+  if (format.boosted > 0 && format.key.bits != 2) refuse("chosen channels of keys without 2-bit codes below them");
+  format.key.high_steps = (format.boosted + kStep - 1) / kStep;
+  format.exact = {shape.key_dim, shape.value_dim};
+  format.bfloat = shape.dtype == DType::bf16;
+  return format;
+}
+
+void to_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> block,
+               std::span<std::byte> device) {
+  const std::byte* from = block.data();
+  std::byte* keys = device.data();
+  std::byte* values = keys + format.key.bytes();
+  std::memset(keys, 0, format.head_bytes());
+
+  Codes codes = unpack(layout.key, from);
+  const std::vector<int> order = load_order(layout.key, from);
+  for (int i = 0; i < format.key.dim; ++i) {
+    const int d = order[static_cast<std::size_t>(i)];
+    std::byte* ends = keys + key_endpoint_offset(d);
+    const bool swapped = i < format.boosted;
+    copy2(ends + (swapped ? 8 : 0), from + layout.key.min_offset + static_cast<std::size_t>(2 * i));
+    copy2(ends + (swapped ? 0 : 8), from + layout.key.max_offset + static_cast<std::size_t>(2 * i));
+    const int mask = format.boosted > 0 ? 3 : 15;
+    for (int t = 0; t < kPage; ++t) key_fields(format.key, t, d).set(keys, codes.at(i, t) & mask);
+    if (!swapped) continue;
+    keys[format.key.index_offset() + i] = static_cast<std::byte>(d);
+    for (int t = 0; t < kPage; ++t) high_fields(format.key, t, i).set(keys, codes.at(i, t) >> 2);
+  }
+
+  codes = unpack(layout.value, from);
+  for (int t = 0; t < kPage; ++t) {
+    std::byte* ends = values + value_endpoint_offset(format.value, t);
+    copy2(ends, from + layout.value.min_offset + static_cast<std::size_t>(2 * t));
+    copy2(ends + 128, from + layout.value.max_offset + static_cast<std::size_t>(2 * t));
+    for (int c = 0; c < format.value.dim; ++c) value_fields(format.value, c, t).set(values, codes.at(t, c));
+  }
+}
+
+void from_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> device,
+                 std::span<std::byte> block) {
+  const std::byte* keys = device.data();
+  const std::byte* values = keys + format.key.bytes();
+  std::byte* to = block.data();
+  std::memset(to, 0, layout.head_bytes);
+
+  std::vector<int> boosted;
+  for (int i = 0; i < format.boosted; ++i) {
+    const int channel = std::to_integer<int>(keys[format.key.index_offset() + i]);
+    if ((i > 0 && channel <= boosted.back()) || channel >= format.key.dim) {
+      base::fail(ErrorCode::bad_format, "entry " + std::to_string(i) + " of a page's channel list is " +
+                                            std::to_string(channel) + "; allowed: ascending, below " +
+                                            std::to_string(format.key.dim));
+    }
+    boosted.push_back(channel);
+  }
+  const std::vector<int> order = make_order(layout.key, boosted);
+  Codes codes(layout.key);
+  for (int i = 0; i < format.key.dim; ++i) {
+    const int d = order[static_cast<std::size_t>(i)];
+    if (layout.key.order_entry == 1)
+      to[layout.key.order_offset + static_cast<std::size_t>(i)] = static_cast<std::byte>(d);
+    const std::byte* ends = keys + key_endpoint_offset(d);
+    const bool swapped = i < format.boosted;
+    copy2(to + layout.key.min_offset + static_cast<std::size_t>(2 * i), ends + (swapped ? 8 : 0));
+    copy2(to + layout.key.max_offset + static_cast<std::size_t>(2 * i), ends + (swapped ? 0 : 8));
+    for (int t = 0; t < kPage; ++t) {
+      int code = key_fields(format.key, t, d).get(keys);
+      if (swapped) code |= high_fields(format.key, t, i).get(keys) << 2;
+      codes.at(i, t) = static_cast<std::uint8_t>(code);
+    }
+  }
+  pack(layout.key, codes, to);
+
+  codes = Codes(layout.value);
+  for (int t = 0; t < kPage; ++t) {
+    const std::byte* ends = values + value_endpoint_offset(format.value, t);
+    copy2(to + layout.value.min_offset + static_cast<std::size_t>(2 * t), ends);
+    copy2(to + layout.value.max_offset + static_cast<std::size_t>(2 * t), ends + 128);
+    for (int c = 0; c < format.value.dim; ++c) {
+      codes.at(t, c) = static_cast<std::uint8_t>(value_fields(format.value, c, t).get(values));
+    }
+  }
+  pack(layout.value, codes, to);
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,60 @@
+// How the work of one attention call is cut: once on the host, as a list of segments per group of thread blocks.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cuda/decode_args.hpp"
+
+namespace kvant::cuda {
+
+// One sequence as the plan sees it.
+struct PlanSequence {
+  int first_unit = 0;   // units before it are out of sight (sliding window) or not coded (a first page of sinks only)
+  int coded_units = 0;  // past the last coded unit
+  int sinks = 0;        // tokens kept exact at the start
+  int exact_tiles = 0;  // 16-token tiles, sinks first; more than the tokens of today, as many as the plan shall serve
+  int live_tiles = 0;   // those that hold tokens when the plan is made: they weigh, the rest is free
+};
+
+struct PlanShape {
+  int kv_heads = 1;
+  int vectors = 1;           // query rows * query heads per KV head
+  int vectors_per_item = 4;  // what one warp serves at once
+  double exact_cost = 1;     // of an exact tile, in units
+};
+
+// The grid: `groups` clusters of `ranks` blocks.
+struct Split {
+  int ranks = 1;
+  int groups = 1;
+  bool half = false;     // units are half pages
+  bool aligned = false;  // groups are dealt out per (sequence, head): no group works on two of them
+  // What ending a segment costs, in units: warps without a page in the last round, and the merge.
+  double segment_cost = 5;
+  bool few_warps = false;  // the kernel with fewer warps, which ends segments sooner
+};
+
+struct Plan {
+  Split split;
+  std::vector<Segment> segments;
+  std::vector<std::int32_t> first_segment;  // [groups + 1]
+  int partials = 0;
+  int counters = 0;
+};
+
+// What of the device the choice of a split depends on.
+struct PlanDevice {
+  int multiprocessors = 132;
+  int clusters_of_2 = 0;  // co-resident clusters of that size; 0 where the device has none
+  int clusters_of_8 = 0;
+  bool halves = false;  // a kernel for half pages exists
+};
+
+// items = sequences * KV heads * blocks of vectors, all alike or not; pages: coded pages of the longest sequence.
+Split choose_split(const PlanDevice& device, int items, int pages, bool alike);
+
+Plan make_plan(const Split& split, const PlanShape& shape, std::span<const PlanSequence> sequences);
+
+}  // namespace kvant::cuda

@@ -1,0 +1,89 @@
+// The inside of PagePool, Sequence and Batch.
+#pragma once
+
+#include <vector>
+
+#include "cuda/device_buffer.hpp"
+#include "cuda/device_format.hpp"
+#include "cuda/seal.hpp"
+#include "kvant/cuda.hpp"
+
+namespace kvant::cuda {
+
+// Numbers 0..count-1 with reference counts.
+class Numbers {
+ public:
+  explicit Numbers(int count);
+  int free() const { return static_cast<int>(free_.size()); }
+  std::int32_t take();  // Error(out_of_memory) when none is free
+  void share(std::int32_t number) { ++uses_[static_cast<std::size_t>(number)]; }
+  void drop(std::int32_t number);
+
+ private:
+  std::vector<std::int32_t> free_;
+  std::vector<std::int32_t> uses_;
+};
+
+struct PagePool::Impl {
+  Recipe recipe;
+  CacheShape shape;
+  PageLayout layout;
+  DeviceFormat format;
+  DeviceBuffer<std::uint8_t> pages;
+  DeviceBuffer<std::uint8_t> exact;
+  Numbers page_numbers;
+  Numbers exact_numbers;
+
+  Impl(const Recipe& r, const CacheShape& s, int page_count, int exact_count);
+  std::size_t page_stride() const { return format.head_bytes() * static_cast<std::size_t>(shape.kv_heads); }
+  std::size_t exact_stride() const {
+    return static_cast<std::size_t>(format.exact.page_bytes()) * static_cast<std::size_t>(shape.kv_heads);
+  }
+  std::uint8_t* page(std::int32_t number) const {
+    return pages.get() + static_cast<std::size_t>(number) * page_stride();
+  }
+  std::uint8_t* exact_page(std::int32_t number) const {
+    return exact.get() + static_cast<std::size_t>(number) * exact_stride();
+  }
+};
+
+struct Sequence::Impl {
+  std::shared_ptr<PagePool::Impl> pool;
+  std::int64_t length = 0;
+  // Pages in order of position. Sealed ones come first, but for a first page that holds sinks only: it stays exact, its
+  // entry here is -1.
+  std::vector<std::int32_t> pages;
+  std::vector<std::int32_t> tail;  // exact pages from position 128 * pages.size() on
+  std::int32_t sink_page = -1;     // exact page of the first `sinks` tokens once the first page is behind the window
+  int sinks = 0;
+
+  explicit Impl(std::shared_ptr<PagePool::Impl> p) : pool(std::move(p)) {}
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  std::int64_t tail_begin() const { return static_cast<std::int64_t>(pages.size()) * kPage; }
+  bool first_is_exact() const { return !pages.empty() && pages.front() < 0; }
+};
+
+struct Batch::Impl {
+  std::shared_ptr<PagePool::Impl> pool;
+  int capacity = 0;
+  std::int64_t table_stride = 0;
+  std::int64_t exact_stride = 0;
+  std::vector<Sequence*> sequences;
+  std::int64_t generation = 0;        // grows when pages are sealed or sequences bound: older plans do not fit
+  DeviceBuffer<std::int32_t> tables;  // lengths, tail starts, page table, exact table: one copy sets all
+  DeviceBuffer<SealJob> jobs;
+  std::vector<std::int32_t> host_tables;
+  std::vector<SealJob> host_jobs;
+
+  Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens);
+  std::int32_t* lengths() const { return tables.get(); }
+  std::int32_t* tail_begin() const { return tables.get() + capacity; }
+  std::int32_t* table() const { return tables.get() + 2 * static_cast<std::int64_t>(capacity); }
+  std::int32_t* exact_table() const { return table() + static_cast<std::int64_t>(capacity) * table_stride; }
+  void upload(bool lengths_too, void* stream);
+};
+
+}  // namespace kvant::cuda

@@ -1,0 +1,171 @@
+#include "cuda/check.hpp"
+#include "cuda/ptx.cuh"
+#include "cuda/reference.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <bool Bfloat>
+__device__ double widen(const std::uint8_t* p) {
+  return ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint16_t*>(p)).x;
+}
+
+__device__ int field(const std::uint8_t* quad, const CodePlace& place, int bits) {
+  return quad[place.lane * 16 + place.word * 4 + place.byte] >> (place.position * bits) & ((1 << bits) - 1);
+}
+
+// A code of the main planes: `row` and `depth` as CodePlace has them.
+__device__ int load_code(int bits, const std::uint8_t* codes, const std::uint8_t* plane1, const CodePlace& place) {
+  const int low = field(codes, place, bits == 4 ? 4 : 2);
+  if (bits != 3) return low;
+  CodePlace high = place;
+  high.position = plane1_bit(place.group, place.position);
+  return low | field(plane1, high, 1) << 2;
+}
+
+template <bool Bfloat>
+struct CodedPage {
+  const DeviceFormat& f;
+  const std::uint8_t* keys;
+  int boosted;
+
+  __device__ double key(int token, int channel) const {
+    const CodePlace place = place_of(f.key.bits, token, channel);
+    const int quad = (place.group * f.key.quads_per_group() + place.step) * kQuadBytes;
+    int code = load_code(f.key.bits, keys + f.key.codes_offset() + quad,
+                         keys + f.key.plane1_offset() + place.step * kQuadBytes, place);
+    double low = widen<Bfloat>(keys + key_endpoint_offset(channel));
+    double high = widen<Bfloat>(keys + key_endpoint_offset(channel) + 8);
+    int levels = (1 << f.key.bits) - 1;
+    for (int i = 0; i < boosted; ++i) {
+      if (keys[f.key.index_offset() + i] != channel) continue;
+      const CodePlace second = place_of(2, token, f.key.dim + i);
+      code |= field(keys + f.key.codes_offset() + (second.group * f.key.quads_per_group() + second.step) * kQuadBytes,
+                    second, 2)
+              << 2;
+      levels = 15;
+      const double swap = low;
+      low = high;
+      high = swap;
+    }
+    return low + code * ((high - low) / levels);
+  }
+  __device__ double value(int token, int channel) const {
+    const std::uint8_t* values = keys + f.key.bytes();
+    const CodePlace place = place_of(f.value.bits, channel, value_slot(token));
+    const std::uint8_t* half = values + token / 64 * f.value.half_bytes();
+    const int code =
+        load_code(f.value.bits, half + f.value.codes_offset() + (place.group * 2 + place.step % 2) * kQuadBytes,
+                  half + f.value.plane1_offset() + (place.group / 2 * 2 + place.step % 2) * kQuadBytes, place);
+    const std::uint8_t* ends = values + value_endpoint_offset(f.value, token);
+    const double low = widen<Bfloat>(ends);
+    return low + code * ((widen<Bfloat>(ends + 128) - low) / ((1 << f.value.bits) - 1));
+  }
+};
+
+// One block per (query head, row, sequence), page by page: a thread per token for scores, per channel for outputs.
+template <bool Bfloat>
+__global__ void __launch_bounds__(kThreads)
+    reference_kernel(const DecodeArgs args, const ReferenceArgs reference, const DeviceFormat f) {
+  __shared__ double weight[kPage];
+  __shared__ double q[256];
+  const int head = static_cast<int>(blockIdx.x);
+  const int row = static_cast<int>(blockIdx.y);
+  const auto sequence = static_cast<std::int64_t>(blockIdx.z);
+  const int kv_head = head / args.group;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto* query =
+      static_cast<const std::uint16_t*>(args.q) + sequence * args.q_sequence + row * args.q_row + head * args.q_head;
+  if (thread < f.key.dim) q[thread] = ptx::widen2<Bfloat>(query[thread]).x;
+  const int length = args.lengths[sequence];
+  const int last = length - args.rows + row + 1;
+  const int first = args.window > 0 ? max(0, last - args.window) : 0;
+  const int coded = reference.coded_pages[sequence];
+  const int sinks = reference.sinks[sequence];
+  const std::int32_t* table = args.table + sequence * args.table_stride;
+  const std::int32_t* exact_table = args.exact_table + sequence * args.exact_table_stride;
+
+  double maximum = -INFINITY;
+  double sum = 0;
+  double out = 0;
+  // page -1: the sinks; pages from `coded` on: the open tail.
+  for (int page = -1; page * kPage < length; ++page) {
+    const bool is_sink = page < 0;
+    const bool is_exact = is_sink || page >= coded;
+    if (is_sink && sinks == 0) continue;
+    if (!is_exact && page < reference.first_page[sequence]) continue;
+    const int position = is_sink ? 0 : page * kPage;
+    const std::uint8_t* exact = nullptr;
+    if (is_exact) {
+      exact = args.exact + exact_table[is_sink ? 0 : 1 + page - coded] * args.exact_stride +
+              static_cast<std::int64_t>(kv_head) * f.exact.page_bytes();
+    }
+    const CodedPage<Bfloat> coded_page{
+        f,
+        is_exact ? nullptr
+                 : args.pages + table[page] * args.page_stride +
+                       static_cast<std::int64_t>(kv_head) * static_cast<std::int64_t>(f.head_bytes()),
+        args.boosted};
+    __syncthreads();
+    if (thread < kPage) {
+      const int at = position + thread;
+      double score = 0;
+      for (int d = 0; d < f.key.dim; ++d) {
+        score += q[d] * (is_exact ? widen<Bfloat>(exact + f.exact.key_at(thread, d)) : coded_page.key(thread, d));
+      }
+      score *= args.scale;
+      if (args.softcap > 0) score = args.softcap * tanh(score / args.softcap);
+      const bool here = is_sink ? at < sinks : is_exact || at >= sinks;
+      weight[thread] = here && at >= first && at < last ? score : -INFINITY;
+    }
+    __syncthreads();
+    double peak = maximum;
+    for (int t = 0; t < kPage; ++t) peak = fmax(peak, weight[t]);
+    if (peak == -INFINITY) continue;
+    const double alpha = maximum == -INFINITY ? 0.0 : exp(maximum - peak);
+    sum *= alpha;
+    out *= alpha;
+    for (int t = 0; t < kPage; ++t) {
+      if (weight[t] == -INFINITY) continue;
+      const double p = exp(weight[t] - peak);
+      sum += p;
+      if (thread < f.value.dim) {
+        out += p * (is_exact ? widen<Bfloat>(exact + f.exact.value_at(t, thread)) : coded_page.value(t, thread));
+      }
+    }
+    maximum = peak;
+  }
+  if (args.sinks != nullptr && args.sinks[head] != -INFINITY) {
+    const double sink = args.sinks[head];
+    const double peak = fmax(maximum, sink);
+    const double alpha = maximum == -INFINITY ? 0.0 : exp(maximum - peak);
+    sum = sum * alpha + exp(sink - peak);
+    out *= alpha;
+    maximum = peak;
+  }
+  if (thread < f.value.dim) {
+    auto* to = static_cast<std::uint16_t*>(args.out) + sequence * args.out_sequence + row * args.out_row +
+               head * args.out_head + thread;
+    *to = static_cast<std::uint16_t>(ptx::narrow2<Bfloat>(sum > 0 ? static_cast<float>(out / sum) : 0.0F, 0));
+  }
+  if (args.lse != nullptr && thread == 0) {
+    args.lse[(sequence * args.rows + row) * args.kv_heads * args.group + head] =
+        sum > 0 ? static_cast<float>(maximum + log(sum)) : -INFINITY;
+  }
+}
+
+}  // namespace
+
+void launch_reference(const DeviceFormat& format, const DecodeArgs& args, const ReferenceArgs& reference, int sequences,
+                      void* stream) {
+  if (sequences == 0) return;
+  const dim3 grid(static_cast<unsigned>(args.kv_heads * args.group), static_cast<unsigned>(args.rows),
+                  static_cast<unsigned>(sequences));
+  const auto kernel = format.bfloat ? &reference_kernel<true> : &reference_kernel<false>;
+  kernel<<<grid, kThreads, 0, as_stream(stream)>>>(args, reference, format);
+  check(cudaGetLastError(), "launch of the reference kernel");
+}
+
+}  // namespace kvant::cuda

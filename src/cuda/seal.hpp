@@ -1,0 +1,45 @@
+// Kernels that write pages: append rows to exact pages, encode full exact pages.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device_format.hpp"
+
+namespace kvant::cuda {
+
+constexpr int kSealThreads = 512;
+
+struct SealJob {
+  std::int32_t exact_page = 0;
+  std::int32_t page = 0;
+  std::int32_t skip = 0;  // tokens 0..skip-1 of the page are sinks: left out of every statistic, codes 0
+};
+
+struct AppendArgs {
+  const std::uint16_t* keys = nullptr;  // [sequence][row][head][key_dim]
+  const std::uint16_t* values = nullptr;
+  std::uint8_t* exact = nullptr;
+  std::int64_t exact_stride = 0;
+  const std::int32_t* exact_table = nullptr;
+  std::int64_t exact_table_stride = 0;
+  const std::int32_t* tail_begin = nullptr;  // [sequence] position of the first exact page of the tail
+  std::int32_t* lengths = nullptr;
+  std::int32_t rows = 0;
+  std::int32_t kv_heads = 0;
+};
+
+struct SealArgs {
+  const SealJob* jobs = nullptr;
+  const std::uint8_t* exact = nullptr;
+  std::int64_t exact_stride = 0;
+  std::uint8_t* pages = nullptr;
+  std::int64_t page_stride = 0;
+  std::int32_t kv_heads = 0;
+  std::int32_t boosted = 0;  // boosted key channels
+};
+
+void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream);
+// Throws Error(unsupported) where this build has no kernels for the format.
+void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream);
+
+}  // namespace kvant::cuda

@@ -1,0 +1,146 @@
+// Without a GPU: the device's page format and the cutting of work are host code.
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "cuda/device_format.hpp"
+#include "cuda/plan.hpp"
+#include "cuda/support.hpp"
+
+namespace kvant::cuda::test {
+namespace {
+
+Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
+  std::mt19937 random(seed);
+  Cache cache(parse_recipe(recipe), shape);
+  const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
+  const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
+  cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
+               dense_view(values.data(), shape.dtype, tokens, shape.kv_heads, shape.value_dim));
+  return cache;
+}
+
+TEST(DevicePage, RoundTripKeepsEveryBit) {
+  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=3,v=3", "kivi:k=4,v=4", "kivi:k=4,v=2", "kivi:k=2,v=3", "kitty",
+                             "kitty:boost=0.1,v=4", "kitty:boost=1"}) {
+    for (const int dim : {64, 96, 128, 192, 256}) {
+      for (const DType type : {DType::f16, DType::bf16}) {
+        SCOPED_TRACE(std::string(recipe) + " " + std::to_string(dim));
+        const CacheShape shape{1, dim, dim == 192 ? 128 : dim, type};
+        const Cache cache = random_cache(recipe, shape, 256, 5);
+        const DeviceFormat format = make_device_format(parse_recipe(recipe), shape);
+        const auto block = cache.store().sealed_block(0);
+        ASSERT_EQ(block.size(), cache.store().layout().head_bytes);
+        std::vector<std::byte> device(format.head_bytes(), std::byte{0xCC});
+        to_device(format, cache.store().layout(), block, device);
+        std::vector<std::byte> back(block.size(), std::byte{0xCC});
+        from_device(format, cache.store().layout(), device, back);
+        EXPECT_TRUE(std::equal(block.begin(), block.end(), back.begin(), back.end()));
+      }
+    }
+  }
+}
+
+TEST(DevicePage, SizesAreTheStudys) {
+  const CacheShape shape{1, 128, 128, DType::f16};
+  EXPECT_EQ(make_device_format(parse_recipe("kivi:k=2,v=2"), shape).head_bytes(), 9216U);
+  EXPECT_EQ(make_device_format(parse_recipe("kivi:k=4,v=4"), shape).head_bytes(), 17408U);
+  EXPECT_EQ(make_device_format(parse_recipe("kitty"), shape).head_bytes(), 9216U + 1024U + 32U);
+}
+
+TEST(DevicePage, RefusesWhatHasNoKernels) {
+  const CacheShape shape{1, 128, 128, DType::f16};
+  const auto refused = [&](const char* recipe, const CacheShape& s, const char* word) {
+    try {
+      make_device_format(parse_recipe(recipe), s);
+      ADD_FAILURE() << recipe;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+    }
+  };
+  refused("kivi:k=8,v=4", shape, "8");
+  refused("kivi:k=1,v=4", shape, "1");
+  refused("kivi:page=64", shape, "page");
+  refused("f16", shape, "f16");
+  refused("kivi", {1, 80, 128, DType::f16}, "80");
+  refused("kivi", {1, 128, 128, DType::f32}, "f32");
+}
+
+TEST(DevicePage, RefusesForgedChannelLists) {
+  const CacheShape shape{1, 128, 128, DType::f16};
+  const Cache cache = random_cache("kitty", shape, 256, 9);
+  const DeviceFormat format = make_device_format(parse_recipe("kitty"), shape);
+  std::vector<std::byte> device(format.head_bytes());
+  to_device(format, cache.store().layout(), cache.store().sealed_block(0), device);
+  std::vector<std::byte> back(cache.store().layout().head_bytes);
+  const auto at = static_cast<std::size_t>(format.key.index_offset());
+  device[at + 1] = device[at];
+  EXPECT_THROW(from_device(format, cache.store().layout(), device, back), Error);
+  device[at + 31] = std::byte{200};
+  EXPECT_THROW(from_device(format, cache.store().layout(), device, back), Error);
+}
+
+// Every unit of every vector is in exactly one segment, parts are numbered and counted, nothing shares a partial.
+TEST(Plan, CoversEveryUnitOnce) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<PlanSequence> sequences(random() % 6);
+    for (PlanSequence& s : sequences) {
+      s.first_unit = static_cast<int>(random() % 3);
+      s.coded_units = s.first_unit + static_cast<int>(random() % (round % 3 == 0 ? 2 : 300));
+      s.exact_tiles = static_cast<int>(random() % 20);
+      s.live_tiles = s.exact_tiles == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(s.exact_tiles + 1));
+    }
+    PlanShape shape;
+    shape.kv_heads = 1 + static_cast<int>(random() % 4);
+    shape.vectors = 1 + static_cast<int>(random() % 12);
+    shape.exact_cost = 0.9;
+    Split split;
+    const int items = static_cast<int>(sequences.size()) * shape.kv_heads * ((shape.vectors + 3) / 4);
+    split.aligned = round % 2 == 0;
+    split.groups = split.aligned ? std::max(1, items) * (1 + static_cast<int>(random() % 5))
+                                 : 1 + static_cast<int>(random() % 200);
+    const Plan plan = make_plan(split, shape, sequences);
+    ASSERT_EQ(plan.first_segment.size(), static_cast<std::size_t>(split.groups) + 1);
+    ASSERT_EQ(plan.first_segment.back(), static_cast<int>(plan.segments.size()));
+    std::map<std::tuple<int, int, int>, std::vector<Segment>> found;
+    for (const Segment& s : plan.segments) found[{s.sequence, s.kv_head, s.vector0}].push_back(s);
+    EXPECT_EQ(found.size(), static_cast<std::size_t>(items));
+    std::vector<int> partials(static_cast<std::size_t>(plan.partials));
+    for (auto& [key, segments] : found) {
+      const PlanSequence& sequence = sequences[static_cast<std::size_t>(std::get<0>(key))];
+      int at = sequence.first_unit;
+      for (std::size_t i = 0; i < segments.size(); ++i) {
+        EXPECT_EQ(segments[i].begin, at);
+        EXPECT_GE(segments[i].end, at);
+        EXPECT_EQ(segments[i].part, static_cast<int>(i));
+        EXPECT_EQ(segments[i].parts, static_cast<int>(segments.size()));
+        EXPECT_EQ(segments[i].counter, segments[0].counter);
+        at = segments[i].end;
+        if (segments.size() > 1) ++partials[static_cast<std::size_t>(segments[i].partial0 + segments[i].part)];
+      }
+      EXPECT_EQ(at, sequence.coded_units + sequence.exact_tiles);
+    }
+    for (const int uses : partials) EXPECT_EQ(uses, 1);
+  }
+}
+
+TEST(Plan, GroupsShareTheWorkEqually) {
+  const std::vector<PlanSequence> sequences(32, PlanSequence{0, 256, 0, 0, 0});
+  PlanShape shape;
+  shape.kv_heads = 8;
+  shape.vectors = 4;
+  const Plan plan = make_plan({1, 132, false, false}, shape, sequences);
+  for (int g = 0; g < 132; ++g) {
+    int units = 0;
+    for (int i = plan.first_segment[static_cast<std::size_t>(g)];
+         i < plan.first_segment[static_cast<std::size_t>(g) + 1]; ++i) {
+      units += plan.segments[static_cast<std::size_t>(i)].end - plan.segments[static_cast<std::size_t>(i)].begin;
+    }
+    EXPECT_NEAR(units, 32 * 8 * 256 / 132.0, 12);  // the ends of segments count as work, too
+  }
+}
+
+}  // namespace
+}  // namespace kvant::cuda::test

@@ -1,0 +1,160 @@
+#include "cuda/support.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace kvant::cuda::test {
+namespace {
+
+constexpr std::size_t kGuard = 4096;
+constexpr std::uint8_t kPoison = 0xA5;
+
+int total_pages(const Shape& shape) {
+  std::int64_t pages = 0;
+  for (const std::int64_t length : shape.lengths) pages += length / 128 + 3;
+  return static_cast<int>(pages);
+}
+
+}  // namespace
+
+Guarded::Guarded(std::size_t bytes) : bytes_(bytes) {
+  void* memory = nullptr;
+  if (cudaMalloc(&memory, bytes + 2 * kGuard) != cudaSuccess) throw std::bad_alloc();
+  memory_ = static_cast<std::uint8_t*>(memory);
+  cudaMemset(memory_, kPoison, bytes + 2 * kGuard);
+}
+Guarded::~Guarded() {
+  cudaFree(memory_);
+}
+void* Guarded::data() const {
+  return memory_ + kGuard;
+}
+void Guarded::write(const void* from) {
+  cudaMemcpy(data(), from, bytes_, cudaMemcpyHostToDevice);
+}
+void Guarded::poison() {
+  cudaMemset(data(), 0xFF, bytes_);  // NaN in every float type
+}
+std::vector<std::uint8_t> Guarded::read() const {
+  std::vector<std::uint8_t> all(bytes_ + 2 * kGuard);
+  EXPECT_EQ(cudaMemcpy(all.data(), memory_, all.size(), cudaMemcpyDeviceToHost), cudaSuccess);
+  for (std::size_t i = 0; i < kGuard; ++i) {
+    if (all[i] != kPoison || all[all.size() - 1 - i] != kPoison) {
+      ADD_FAILURE() << "a kernel wrote outside its output";
+      break;
+    }
+  }
+  return {all.begin() + kGuard, all.end() - kGuard};
+}
+
+std::vector<std::uint16_t> random_rows(std::mt19937& random, DType type, std::int64_t rows, int heads, int dim,
+                                       float spread) {
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> out(static_cast<std::size_t>(rows * heads * dim));
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const auto channel = static_cast<int>(i % static_cast<std::size_t>(dim));
+    const float scale = 1.0F + spread * static_cast<float>(channel * 37 % 11);
+    base::store_float(out.data(), type, static_cast<std::int64_t>(i), normal(random) * scale);
+  }
+  return out;
+}
+
+std::vector<float> widen(std::span<const std::uint16_t> x, DType type) {
+  std::vector<float> out(x.size());
+  for (std::size_t i = 0; i < x.size(); ++i) out[i] = base::load_float(x.data(), type, static_cast<std::int64_t>(i));
+  return out;
+}
+
+double relative_error(std::span<const float> a, std::span<const float> b) {
+  double difference = 0;
+  double norm = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i]) || std::isnan(b[i])) return std::numeric_limits<double>::infinity();
+    if (a[i] == b[i]) continue;  // infinities of empty rows among them
+    difference += (static_cast<double>(a[i]) - b[i]) * (static_cast<double>(a[i]) - b[i]);
+  }
+  for (const float x : b) norm += std::isinf(x) ? 0.0 : static_cast<double>(x) * x;
+  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+}
+
+Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
+    : shape(s),
+      pool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages),
+      batch(pool, static_cast<int>(s.lengths.size()) + 1, 1 << 20) {
+  std::mt19937 random(seed);
+  for (const std::int64_t length : s.lengths) {
+    Cache cache(parse_recipe(s.recipe), s.cache);
+    const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, 0.2F);
+    const auto values = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.value_dim, 0.0F);
+    if (length > 0) {
+      cache.append(dense_view(keys.data(), s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim),
+                   dense_view(values.data(), s.cache.dtype, length, s.cache.kv_heads, s.cache.value_dim));
+    }
+    sequences.push_back(Sequence::upload(pool, cache));
+    caches.push_back(std::move(cache));
+  }
+  queries = random_rows(random, s.cache.dtype, static_cast<std::int64_t>(s.lengths.size()) * s.rows, query_heads(),
+                        s.cache.key_dim, 0.0F);
+  bind();
+}
+
+void Twins::bind() {
+  std::vector<Sequence*> pointers;
+  for (Sequence& sequence : sequences) pointers.push_back(&sequence);
+  batch.bind(pointers, nullptr);
+}
+
+Twins::Result Twins::on_cpu(const float* sinks) const {
+  const std::size_t rows = sequences.size() * static_cast<std::size_t>(shape.rows * query_heads());
+  Result result{std::vector<float>(rows * static_cast<std::size_t>(shape.cache.value_dim)), std::vector<float>(rows)};
+  kvant::AttentionOptions options;
+  options.scale = shape.options.scale;
+  options.softcap = shape.options.softcap;
+  options.sinks = sinks;
+  options.sliding_window = shape.options.sliding_window;
+  options.threads = 1;
+  for (std::size_t b = 0; b < caches.size(); ++b) {
+    // A sequence shorter than the query rows: the first rows see nothing. Cache::attend needs them all to exist.
+    const auto skip = static_cast<int>(std::max<std::int64_t>(0, shape.rows - caches[b].length()));
+    const int live = shape.rows - skip;
+    const std::size_t first = b * static_cast<std::size_t>(shape.rows * query_heads());
+    const std::size_t at = first + static_cast<std::size_t>(skip * query_heads());
+    std::fill_n(result.lse.begin() + static_cast<std::ptrdiff_t>(first), shape.rows * query_heads(),
+                -std::numeric_limits<float>::infinity());
+    if (live == 0) continue;
+    caches[b].attend(dense_view(queries.data() + at * static_cast<std::size_t>(shape.cache.key_dim), shape.cache.dtype,
+                                live, query_heads(), shape.cache.key_dim),
+                     dense_view(result.out.data() + at * static_cast<std::size_t>(shape.cache.value_dim), DType::f32,
+                                live, query_heads(), shape.cache.value_dim),
+                     options, result.lse.data() + at);
+  }
+  return result;
+}
+
+Twins::Result Twins::on_gpu(AttendPath path) const {
+  return on_gpu(AttendPlan(batch, query_heads(), shape.rows, shape.options, 128, path));
+}
+
+Twins::Result Twins::on_gpu(const AttendPlan& plan) const {
+  const std::size_t rows = sequences.size() * static_cast<std::size_t>(shape.rows * query_heads());
+  Guarded q(queries.size() * 2);
+  Guarded out(rows * static_cast<std::size_t>(shape.cache.value_dim) * 2);
+  Guarded lse(rows * 4);
+  q.write(queries.data());
+  out.poison();
+  lse.poison();
+  plan.run(q.data(), out.data(), static_cast<float*>(lse.data()), nullptr);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  const std::vector<std::uint8_t> out_bytes = out.read();
+  const std::vector<std::uint8_t> lse_bytes = lse.read();
+  std::vector<std::uint16_t> raw(out_bytes.size() / 2);
+  std::memcpy(raw.data(), out_bytes.data(), out_bytes.size());
+  Result result{widen(raw, shape.cache.dtype), std::vector<float>(rows)};
+  std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
+  return result;
+}
+
+}  // namespace kvant::cuda::test

@@ -1,0 +1,76 @@
+// Random caches on both sides, and how far two results are apart.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <span>
+#include <vector>
+
+#include "base/half.hpp"
+#include "kvant/cuda.hpp"
+#include "kvant/error.hpp"
+
+namespace kvant::cuda::test {
+
+#define KVANT_NEEDS_GPU() \
+  if (!is_available()) GTEST_SKIP() << "no CUDA device of compute capability 8.0"
+
+// Device memory that holds `values`, with poison in front and behind that must survive.
+class Guarded {
+ public:
+  explicit Guarded(std::size_t bytes);
+  ~Guarded();
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  void* data() const;
+  void write(const void* from);
+  // Fills the guarded bytes with a pattern that no result has.
+  void poison();
+  std::vector<std::uint8_t> read() const;  // synchronises; fails the test when a guard byte changed
+
+ private:
+  std::uint8_t* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Normal values in the storage type; element i of a channel is scaled so that channels differ.
+std::vector<std::uint16_t> random_rows(std::mt19937& random, DType type, std::int64_t rows, int heads, int dim,
+                                       float spread);
+std::vector<float> widen(std::span<const std::uint16_t> x, DType type);
+
+// ||a - b|| / ||b||, infinite if a value is not a number.
+double relative_error(std::span<const float> a, std::span<const float> b);
+
+struct Shape {
+  const char* recipe = "kivi:k=2,v=2";
+  CacheShape cache{2, 128, 128, DType::f16};
+  int group = 4;
+  int rows = 1;
+  AttendOptions options;
+  std::vector<std::int64_t> lengths{1000};
+};
+
+// Caches of the given lengths with random contents, on the CPU and uploaded.
+struct Twins {
+  Shape shape;
+  std::vector<Cache> caches;
+  PagePool pool;
+  std::vector<Sequence> sequences;
+  Batch batch;
+  std::vector<std::uint16_t> queries;
+
+  explicit Twins(const Shape& s, unsigned seed = 1, int spare_pages = 0);
+  int query_heads() const { return shape.group * shape.cache.kv_heads; }
+  void bind();
+
+  struct Result {
+    std::vector<float> out;
+    std::vector<float> lse;
+  };
+  Result on_cpu(const float* sinks = nullptr) const;
+  Result on_gpu(AttendPath path) const;
+  Result on_gpu(const AttendPlan& plan) const;
+};
+
+}  // namespace kvant::cuda::test
