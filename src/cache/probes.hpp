@@ -36,7 +36,7 @@ class Probes {
 
   explicit Probes(int key_dim) : key_dim_(key_dim) {}
 
-  int query_heads() const { return heads_; }  // 0 before the first probe
+  int query_heads() const { return clocks_.empty() ? 0 : heads_; }  // 0 where there is no probe
   std::size_t size() const { return clocks_.size(); }
   std::int64_t clock(std::size_t i) const { return clocks_[i]; }
   std::span<const float> query(std::size_t i) const { return {vectors_.data() + i * row(), row()}; }
