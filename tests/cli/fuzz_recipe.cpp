@@ -11,7 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string text(reinterpret_cast<const char*>(data), size);
   try {
     for (const kvant::cli::RowSpec& row : kvant::cli::parse_rows({text})) {
-      if (row.recipe && !(kvant::parse_recipe(kvant::to_text(*row.recipe)) == *row.recipe)) std::abort();
+      if (row.recipe && !(kvant::parse_layer_recipes(kvant::to_text(*row.recipe)) == *row.recipe)) std::abort();
     }
   } catch (const kvant::cli::CliError&) {
     return 0;  // refused, as it should be
