@@ -15,15 +15,19 @@ SOURCES = {
         "cli/recipes.cpp",
         "src/base/base.cpp",
         "src/methods/list.cpp",
+        "src/methods/layer_recipes.cpp",
         "src/methods/recipe.cpp",
         "src/methods/f16/f16.cpp",
         "src/methods/kitty/kitty.cpp",
         "src/methods/kivi/kivi.cpp",
+        "src/methods/waterfill/allocate.cpp",
+        "src/methods/waterfill/waterfill.cpp",
     ],
 }
 SEEDS = {
     "gguf": [gguf_bytes(llama()), gguf_bytes(llama(llama__attention__head_count_kv=[1, 2, 3, 4]))],
-    "recipe": [b"f16,kivi:k=4,v=4;stock:q8_0/q4_0", b"kitty:boost=0.25,v=2,sink=32,window=128"],
+    "recipe": [b"f16,kivi:k=4,v=4;stock:q8_0/q4_0", b"kitty:boost=0.25,v=2,sink=32,window=128",
+               b"layers=0-1:small,*:k=kitty,v=kivi:4"],
 }
 
 
