@@ -1,5 +1,6 @@
-# Finds a CUDA compiler if there is one. KVANT_CUDA: AUTO uses it where it is, ON requires it, OFF does not look.
-set(KVANT_CUDA AUTO CACHE STRING "Build kvant_cuda: AUTO, ON or OFF")
+# KVANT_CUDA: AUTO uses a CUDA compiler where there is one, ON requires it, OFF does not look. Off by default: all kernels take
+# an hour to compile on two cores, and whoever installs the library or the Python package must not get that unasked.
+set(KVANT_CUDA OFF CACHE STRING "Build kvant_cuda: AUTO, ON or OFF")
 set_property(CACHE KVANT_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(KVANT_HAS_CUDA OFF)
 if(NOT KVANT_CUDA STREQUAL "OFF")
