@@ -5,7 +5,7 @@ PREFIX ?= /usr/local
 
 help:
 	@echo "make demo                 a real model with its KV cache in 2 to 4 bits, and a table of what that costs"
-	@echo "make test                 every test (about 20 minutes the first time on 2 cores)"
+	@echo "make test                 every test (about half an hour the first time on 2 cores)"
 	@echo "make bench                speed of the kernels and of the host, by cache depth"
 	@echo "make bench-llama          stock llama-bench, cache types and recipes interleaved; ARGS=... goes to bench/llama_bench.py"
 	@echo "make bench-reference      Kitty, KVQuant and ZipCache beside the Python package they are taken from"
