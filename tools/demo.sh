@@ -4,7 +4,7 @@
 source "$(dirname "$0")/common.sh"
 
 RECIPE=${RECIPE:-balanced}
-ROWS=${ROWS:-"f16; balanced; small; stock:q4_0"}
+ROWS=${ROWS:-"balanced; small; stock:q4_0"}
 
 "$ROOT/tools/setup.sh" packages host models text
 "$ROOT/tools/build.sh" release -DKVANT_BUILD_TESTS=OFF
