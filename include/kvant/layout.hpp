@@ -20,6 +20,20 @@ struct PlaneLayout {
   std::size_t bytes = 0;
 };
 
+// Values kept beside the codes of a tile, in a list with a fixed number of slots. A key tile has one list per head:
+// slot i belongs to channel i / (2 * per_end) and says the token; slots that a channel does not need hold its maximum
+// and token 0. Value tiles that share a grid share one list behind it: slots say token and channel, ascending by head,
+// token and channel; starts[h]..starts[h + 1] are those of head h, and those after the last head's are zeros.
+struct OutlierLayout {
+  int per_end = 0;  // the smallest and the largest so many of each vector; 0: no list
+  int slots = 0;
+  int row_entry = 0;             // bytes of a row (key: token, value: channel): 1 or 2
+  std::size_t value_offset = 0;  // slots values of CacheShape::dtype; offsets count from where those of the grid do
+  std::size_t row_offset = 0;
+  std::size_t depth_offset = 0;  // shared lists: the token, 1 byte each
+  std::size_t start_offset = 0;  // shared lists: kv_heads + 1 numbers, uint32
+};
+
 // One tile (K or V of one head): codes [depth][rows] with (min, max) per depth index.
 struct TileLayout {
   int rows = 0;   // K: tokens of a page; V: channels
@@ -41,13 +55,16 @@ struct TileLayout {
   std::size_t counts_offset = 0;
   int low = 0;  // widths of a page, low..high
   int high = 0;
-  int budget = 0;              // sum of the widths of all fours
-  int rotation = 1;            // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  int budget = 0;    // sum of the widths of all fours
+  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  // What the codes stand for, [16], on a grid of 254 steps from min to max; empty: codes are steps of the grid.
+  std::vector<std::uint8_t> table;
+  OutlierLayout outliers;
   bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
 };
 
 // Layout of the sealed block of one page: kv_heads consecutive head blocks of head_bytes each (a multiple of 64), then
-// the grids that all heads share.
+// the grids and outliers that all heads share.
 struct PageLayout {
   TileLayout key;
   TileLayout value;

@@ -67,6 +67,9 @@ void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, 
     kernels().unpack_plane(view.head_block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth, nullptr,
                            codes.data() + plane.first * stride, stride);
   }
+  for (std::uint8_t& code : codes) {
+    if (!tile.table.empty()) code = tile.table[code];
+  }
   std::vector<std::uint16_t> order(depth);
   std::vector<int> levels(depth);
   std::vector<float> min(depth), step(depth), max(depth);
@@ -83,6 +86,12 @@ void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, 
       if (code[r] == levels[i]) row[r] = max[i];
     }
     if (tile.rotation > 1) kernels().hadamard(row, tile.rows, tile.rotation);
+  }
+  const OutlierList outliers = view.outliers();
+  for (int i = 0; i < outliers.count; ++i) {
+    const auto d = static_cast<std::size_t>(outliers.depth(i));
+    const float value = base::load_float(outliers.values, dtype, i);
+    if (value < min[d] || value > max[d]) out[order[d] * stride + outliers.row(i)] = value;
   }
 }
 

@@ -3,8 +3,10 @@
 #include <bit>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "cache/grid.hpp"
+#include "cache/outliers.hpp"
 #include "cache/page.hpp"
 #include "cache/tile.hpp"
 #include "methods/method.hpp"
@@ -108,12 +110,28 @@ void rotate_values(float* row, const TileLayout& tile) {
   for (int r = 0; r < tile.rows; ++r) row[r] *= factor;
 }
 
-// Codes of even width lie one bit up where bit 0 is that of the odd ones.
-void code_row(RowCoder& coder, const float* x, int n, int levels, std::uint8_t* codes, Endpoints& endpoints) {
-  const int shift = std::countr_zero(static_cast<unsigned>(levels));
-  endpoints = coder.code(x, n, levels >> shift, codes);
-  for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
-}
+// Rows on the tile's kind of grid: uniform, or with a table of levels.
+class AnyCoder {
+ public:
+  AnyCoder(DType dtype, const TileLayout& tile, bool keys, int longest) : uniform_(dtype, tile.least_squares, longest) {
+    if (!tile.table.empty()) table_.emplace(tile, keys);
+  }
+
+  // Codes of even width lie one bit up where bit 0 is that of the odd ones.
+  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes) {
+    if (table_) return table_->code(x, n, codes);
+    const int shift = std::countr_zero(static_cast<unsigned>(levels));
+    const Endpoints endpoints = uniform_.code(x, n, levels >> shift, codes);
+    for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
+    return endpoints;
+  }
+  // Of the last row, with a table.
+  const std::vector<TableCoder::Outlier>& outliers() const { return table_->outliers(); }
+
+ private:
+  RowCoder uniform_;
+  std::optional<TableCoder> table_;
+};
 
 }  // namespace
 
@@ -129,15 +147,19 @@ void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout
   std::vector<int> levels(depth);
   view.order(order.data());
   view.levels(levels.data());
-  RowCoder coder(shape.dtype, tile.least_squares, tile.rows);
+  AnyCoder coder(shape.dtype, tile, true, tile.rows);
   std::vector<Endpoints> endpoints(depth);
   Codes codes(tile);
   std::vector<std::uint8_t> dense(static_cast<std::size_t>(tile.rows));
   const bool whole = rows.count() == tile.rows;
   for (int i = 0; i < tile.depth; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    code_row(coder, rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data(),
-             endpoints[at]);
+    endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data());
+    if (tile.outliers.per_end > 0) {
+      std::vector<TableCoder::Outlier> outliers = coder.outliers();
+      for (TableCoder::Outlier& outlier : outliers) outlier.index = rows.kept[static_cast<std::size_t>(outlier.index)];
+      store_key_outliers(tile, shape.dtype, i, endpoints[at].max, outliers, head_block);
+    }
     for (std::size_t k = 0; !whole && k < rows.kept.size(); ++k) codes.row(i)[rows.kept[k]] = dense[k];
   }
   store_endpoints(shape.dtype, head_block, tile, endpoints);
@@ -153,7 +175,8 @@ void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayo
   std::vector<int> levels(depth);
   view.levels(levels.data());
   const int width = heads * tile.rows;  // values under one grid
-  RowCoder coder(shape.dtype, tile.least_squares, width);
+  AnyCoder coder(shape.dtype, tile, false, width);
+  ValueOutliers outliers(tile, heads);
   std::vector<Endpoints> endpoints(depth);  // 0 for skipped cells, as their codes: never read, always the same bytes
   std::vector<Codes> codes(static_cast<std::size_t>(heads), Codes(tile));
   std::vector<float> row(static_cast<std::size_t>(width));
@@ -166,7 +189,8 @@ void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayo
       kernels().widen(open + rows.value_at(first_head + h, 0, t), shape.dtype, part, tile.rows);
       if (tile.rotation > 1) rotate_values(part, tile);
     }
-    code_row(coder, row.data(), width, levels[at], dense.data(), endpoints[at]);
+    endpoints[at] = coder.code(row.data(), width, levels[at], dense.data());
+    if (tile.outliers.per_end > 0) outliers.add(t, coder.outliers());
     for (int h = 0; h < heads; ++h) {
       std::memcpy(codes[static_cast<std::size_t>(h)].row(t), dense.data() + static_cast<std::ptrdiff_t>(h) * tile.rows,
                   static_cast<std::size_t>(tile.rows));
@@ -174,6 +198,7 @@ void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayo
   }
   std::byte* head_block = block + static_cast<std::size_t>(first_head) * layout.head_bytes;
   store_endpoints(shape.dtype, tile.shared_grid ? block : head_block, tile, endpoints);
+  if (tile.outliers.per_end > 0) outliers.store(shape.dtype, block);
   for (int h = 0; h < heads; ++h) {
     pack_planes(view, codes[static_cast<std::size_t>(h)], head_block + static_cast<std::size_t>(h) * layout.head_bytes);
   }

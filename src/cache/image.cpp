@@ -207,6 +207,37 @@ void check_order(const cache::TileView& view) {
   }
 }
 
+// Rows and depth indices that exist, in the order that the encoder has.
+void check_outliers(const PageStore::Impl& impl, const cache::TileView& view) {
+  const OutlierLayout& layout = view.tile->outliers;
+  if (layout.slots == 0) return;
+  const bool shared = view.tile->shared_grid;
+  if (shared) {
+    const std::uint32_t first = view.outlier_start(view.head);
+    const std::uint32_t end = view.outlier_start(view.head + 1);
+    if (view.outlier_start(0) != 0 || first > end || end > static_cast<std::uint32_t>(layout.slots)) {
+      bad("the outliers of a head begin or end outside their list");
+    }
+  }
+  const cache::OutlierList list = view.outliers();
+  check_finite(list.values, static_cast<std::size_t>(list.count), impl.shape.dtype);
+  std::int64_t last = -1;
+  for (int i = 0; i < list.count; ++i) {
+    const int row = list.row(i);
+    const int depth = list.depth(i);
+    if (row >= view.tile->rows || depth >= view.tile->depth) bad("an outlier lies outside its tile");
+    const float value = base::load_float(list.values, impl.shape.dtype, i);
+    const float min = base::load_float(view.grid + view.tile->min_offset, impl.shape.dtype, depth);
+    const float max = base::load_float(view.grid + view.tile->max_offset, impl.shape.dtype, depth);
+    const bool used = value < min || value > max;
+    const std::int64_t at = std::int64_t{depth} * view.tile->rows + row;
+    if (!used && (shared || row != 0 || value != max)) bad("an outlier lies inside the range of its grid");
+    if (used && at <= last) bad("outliers are not ascending");
+    // Behind an unused slot of a channel there are only unused ones.
+    last = used ? at : std::int64_t{depth + 1} * view.tile->rows - 1;
+  }
+}
+
 void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::byte* block, int head) {
   if (tile.budget > 0) check_counts(tile, block + static_cast<std::size_t>(head) * impl.layout.head_bytes);
   const cache::TileView view(impl.layout, tile, block, head);
@@ -214,6 +245,7 @@ void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::
   const auto depth = static_cast<std::size_t>(tile.depth);
   check_finite(view.grid + tile.min_offset, depth, impl.shape.dtype);
   check_finite(view.grid + tile.max_offset, depth, impl.shape.dtype);
+  check_outliers(impl, view);
 }
 
 void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
@@ -315,9 +347,10 @@ Cache Cache::load(std::span<const std::byte> image) {
   const auto length = in.get<std::int64_t>();
   if (length < 0 || length > static_cast<std::int64_t>(image.size()) * 64) bad("length does not fit its size");
   PageStore::Impl& impl = cache.store_.impl();
-  // Recipes with widths per page or query statistics are younger than version 1.
-  if (in.version == 1 && (impl.layout.key.budget > 0 || !impl.query_sums.empty()))
-    bad("has a recipe that version 1 lacks");
+  // Recipes with widths per page, query statistics or tables of levels are younger than version 1.
+  const bool younger = impl.layout.key.budget > 0 || !impl.query_sums.empty() || !impl.layout.key.table.empty() ||
+                       !impl.layout.value.table.empty();
+  if (in.version == 1 && younger) bad("has a recipe that version 1 lacks");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());

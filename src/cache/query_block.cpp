@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/half.hpp"
+#include "cache/outliers.hpp"
 
 namespace kvant::cache {
 namespace {
@@ -17,6 +18,19 @@ constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted t
 int longest(const AttentionPlan& plan) {
   const CacheShape& shape = plan.store->shape;
   return std::max({shape.key_dim, shape.value_dim, plan.store->tokens()});
+}
+
+// All outliers of a page's values may be those of one head.
+std::size_t most_outliers(const AttentionPlan& plan) {
+  const PageLayout& layout = plan.store->layout;
+  return static_cast<std::size_t>(std::max(layout.key.outliers.slots, layout.value.outliers.slots));
+}
+
+// What multiply_sparse needs.
+std::size_t most_lanes(const AttentionPlan& plan) {
+  const CacheShape& shape = plan.store->shape;
+  if (most_outliers(plan) == 0) return 0;
+  return std::size_t{16} * static_cast<std::size_t>(std::max(shape.key_dim, shape.value_dim) + plan.store->tokens());
 }
 
 }  // namespace
@@ -32,11 +46,13 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
+         7 * Arena::padded<float>(n) + 4 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
-         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0);
+         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
+         Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) +
+         Arena::padded<float>(most_lanes(plan));
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -56,11 +72,15 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &step_, &mid_}) *line = arena.take<float>(deep);
+  for (float** line : {&min_, &max_, &step_, &mid_}) *line = arena.take<float>(deep);
   levels_ = arena.take<int>(deep);
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
+  residuals_ = arena.take<float>(most_outliers(plan));
+  outlier_rows_ = arena.take<std::uint16_t>(most_outliers(plan));
+  outlier_depths_ = arena.take<std::uint16_t>(most_outliers(plan));
+  lanes_ = arena.take<float>(most_lanes(plan));
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
@@ -273,7 +293,20 @@ void QueryBlock::multiply_tile(const TileView& view, tiles::Start start, tiles::
                                                  plane.depth};
   }
   kernels_.multiply_codes({planes.data(), count, view.tile->rows, packed_, view.tile->depth, vectors_,
-                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead});
+                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead,
+                           view.tile->table.empty() ? nullptr : view.tile->table.data()});
+}
+
+void QueryBlock::add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out,
+                              std::int64_t out_stride) {
+  const OutlierList list = view.outliers();
+  if (list.count == 0) return;
+  kernels_.widen(list.values, store_.shape.dtype, residuals_, list.count);
+  kernels_.widen(view.grid + view.tile->max_offset, store_.shape.dtype, max_, view.tile->depth);
+  list.places(outlier_rows_, outlier_depths_);
+  subtract_levels(view, list, outlier_depths_, min_, max_, step_, residuals_);
+  kernels_.multiply_sparse({residuals_, outlier_rows_, outlier_depths_, list.count, view.tile->rows, view.tile->depth,
+                            v, v_stride, vectors_, out, out_stride, lanes_});
 }
 
 void QueryBlock::score_exact(const ExactRows& exact) {
@@ -298,6 +331,7 @@ void QueryBlock::score_page(const Page& page, int cells) {
   const TileView view(store_.layout, store_.layout.key, page.sealed->block.get(), head_);
   pack_tile(view, queries_, query_stride_);
   multiply_tile(view, tiles::Start::replace, ahead_key_, scores_, score_stride_);
+  add_outliers(view, queries_, query_stride_, scores_, score_stride_);
   if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
 }
 
@@ -352,6 +386,7 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   Mixed& sum = rotated_.values != nullptr ? rotated_ : plain_;
   settle(sum, &sum == &plain_ ? rotated_ : plain_);
   multiply_tile(view, tiles::Start::rescale, ahead_value_, sum.values, output_stride_);
+  add_outliers(view, scores_, score_stride_, sum.values, output_stride_);
 }
 
 void QueryBlock::finish() {

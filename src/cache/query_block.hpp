@@ -64,6 +64,8 @@ class QueryBlock {
   void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
   // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
   void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
+  // What the tile's outliers add to multiply_tile; needs the grid that pack_tile loaded.
+  void add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out, std::int64_t out_stride);
   // v of every vector in the tile's order.
   const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
 
@@ -101,9 +103,15 @@ class QueryBlock {
   float* bias_ = nullptr;
   float* slope_ = nullptr;
   float* min_ = nullptr;  // grids of the current tile
+  float* max_ = nullptr;
   float* step_ = nullptr;
   float* mid_ = nullptr;
   int* levels_ = nullptr;
+  // The outliers of a tile: what each adds to its code's level, and where.
+  float* residuals_ = nullptr;
+  std::uint16_t* outlier_rows_ = nullptr;
+  std::uint16_t* outlier_depths_ = nullptr;
+  float* lanes_ = nullptr;
   std::uint16_t* order_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
   float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors

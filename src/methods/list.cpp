@@ -6,12 +6,13 @@
 #include "methods/f16/f16.hpp"
 #include "methods/kitty/kitty.hpp"
 #include "methods/kivi/kivi.hpp"
+#include "methods/kvquant/kvquant.hpp"
 #include "methods/method.hpp"
 #include "methods/waterfill/waterfill.hpp"
 
 namespace kvant::catalog {
 const std::vector<Method>& list() {
-  static const std::vector<Method> methods = {f16(), kivi(), kitty(), waterfill()};
+  static const std::vector<Method> methods = {f16(), kivi(), kitty(), waterfill(), kvquant()};
   return methods;
 }
 

@@ -34,6 +34,8 @@ struct TileSpec {
   int rotation = 1;          // block of the Hadamard rotation of the rows
   bool shared_grid = false;  // one grid per depth index for all KV heads
   bool least_squares = false;
+  std::vector<std::uint8_t> table;  // TileLayout::table
+  double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
 };
 
 // A page's keys of one head, for the choice of widths.
@@ -60,6 +62,7 @@ struct Side {
   std::string (*bits)(const Part& part) = nullptr;     // "4", or "" where the method has no such option
   std::string (*options_text)(const Part&) = nullptr;  // the other options, "boost=0.25"
   void (*validate)(const Part& part) = nullptr;
+  std::string (*remark)(const Part& part) = nullptr;  // null: nothing to say
 };
 
 struct KeySide : Side<KeyRecipe> {

@@ -230,6 +230,18 @@ void validate(const Recipe& recipe) {
   if (recipe.window < 0 || recipe.window > 65536) bad_value("window", std::to_string(recipe.window), "0 to 65536");
 }
 
+std::string remark(const Recipe& recipe) {
+  std::string text;
+  const auto add = [&](const char* what, const auto& part) {
+    const auto& side = catalog::side_of(part);
+    const std::string said = side.remark != nullptr ? side.remark(part) : std::string();
+    if (!said.empty()) text += (text.empty() ? "" : "; ") + (what + said);
+  };
+  add("keys: ", recipe.key);
+  add("values: ", recipe.value);
+  return text;
+}
+
 const std::vector<MethodInfo>& methods() {
   static const std::vector<MethodInfo> infos = [] {
     std::vector<MethodInfo> result;

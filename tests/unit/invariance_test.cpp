@@ -21,7 +21,9 @@ const char* const kRecipes[] = {"f16",
                                 "kitty:boost=0.25,window=0,sink=32,page=32",
                                 "kitty:boost=0.25,window=128,page=32",
                                 "waterfill:k=2.5,v=2,window=0,sink=4,page=32",
-                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64"};
+                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64",
+                                "kvquant:k=2,v=3,window=0,page=32",
+                                "kvquant:k=3,v=4,outliers=0.1,voutliers=0.05,window=24,sink=5,page=32"};
 const CacheShape kShape{2, 20, 12, DType::f16};
 
 Cache in_chunks(const std::string& recipe, const Rows& rows, const std::function<std::int64_t()>& next) {

@@ -16,7 +16,7 @@ Recipe random_recipe(std::mt19937& random) {
     const int list[] = {choices...};
     return list[random() % sizeof...(choices)];
   };
-  Recipe recipe = parse_recipe(std::array{"kivi", "kitty", "waterfill"}[random() % 3]);
+  Recipe recipe = parse_recipe(std::array{"kivi", "kitty", "waterfill", "kvquant"}[random() % 4]);
   recipe.page = pick(32, 64, 128, 256);
   recipe.sink = static_cast<int>(random() % static_cast<unsigned>(recipe.page + 1));
   recipe.window = static_cast<int>(random() % 65537);
@@ -32,6 +32,9 @@ Recipe random_recipe(std::mt19937& random) {
     keys->bits = keys->low + (keys->high - keys->low) * (static_cast<double>(random()) / std::mt19937::max());
     keys->grid = pick(0, 1) != 0 ? Grid::range : Grid::least_squares;
   }
+  const auto share = [&] { return 0.1 * static_cast<double>(random()) / static_cast<double>(std::mt19937::max()); };
+  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share()};
+  if (auto* values = std::get_if<KvquantValues>(&recipe.value)) *values = {pick(2, 3, 4), share()};
   if (auto* keys = std::get_if<KiviKeys>(&recipe.key)) keys->bits = 1 + static_cast<int>(random() % 8);
   if (auto* keys = std::get_if<KittyKeys>(&recipe.key)) {
     keys->boost = static_cast<double>(random()) / static_cast<double>(std::mt19937::max());
@@ -130,7 +133,7 @@ TEST(Recipe, MethodsAreListedWithTheirDefaults) {
     EXPECT_EQ(to_text(parse_recipe(info.name)), info.default_recipe);
     EXPECT_FALSE(info.summary.empty());
   }
-  EXPECT_EQ(names, (std::vector<std::string>{"f16", "kivi", "kitty", "waterfill"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"f16", "kivi", "kitty", "waterfill", "kvquant"}));
 }
 
 TEST(Recipe, BadTextIsNamedInTheError) {
@@ -160,6 +163,11 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kivi:k=99999999999999999999", {"'k'", "99999999999999999999"}},
       {"kivi:k=4=4", {"'k'", "'4=4'"}},
       {"kivi:k=4,k=4", {"'k'", "twice"}},
+      {"kvquant:k=5", {"'k'", "'5'", "2 to 4"}},
+      {"kvquant:v=1", {"'v'", "'1'", "2 to 4"}},
+      {"kvquant:outliers=0.2", {"'outliers'", "'0.2'", "0 to 0.1"}},
+      {"kvquant:voutliers=-1", {"'voutliers'", "'-1'", "0 to 0.1"}},
+      {"k=kvquant:3,v=kivi:4,voutliers=0", {"'voutliers'", "outliers"}},
       {"kivi:sink=129", {"'sink'", "129", "page (128)"}},
       {"kivi:sink=64,page=32", {"'sink'", "page (32)"}},
       {"kivi:window=65537", {"'window'", "65537", "65536"}},
