@@ -60,6 +60,9 @@ struct TileLayout {
   // What the codes stand for, [16], on a grid of 254 steps from min to max; empty: codes are steps of the grid.
   std::vector<std::uint8_t> table;
   OutlierLayout outliers;
+  // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
+  bool channel_factors = false;
+  std::size_t factor_offset = 0;
   bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
 };
 
@@ -67,7 +70,13 @@ struct TileLayout {
 // the grids and outliers that all heads share.
 struct PageLayout {
   TileLayout key;
+  TileLayout key_rest;  // the other tokens where salient ones are a tile of their own; else rows is 0
   TileLayout value;
+  // Tokens of a page lie in an order of its own, per head: first those that count as salient, each class ascending.
+  // `page` bytes from the start of the head's block say which token is where. 0: tokens lie in cell order, no such
+  // bytes.
+  int salient = 0;
+  std::size_t tokens_offset = 0;
   std::size_t head_bytes = 0;
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16

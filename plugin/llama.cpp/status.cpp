@@ -53,6 +53,7 @@ Json to_json(const LayerReport& r) {
           {"exact_bytes", r.bytes.exact},
           {"table_bytes", r.bytes.tables},
           {"seals", r.counts.seals},
+          {"blind_seals", r.counts.blind_seals},
           {"reopens", r.counts.reopens}};
 }
 

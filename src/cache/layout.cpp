@@ -55,6 +55,7 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   tile.depth = spec.depth;
   tile.rotation = spec.rotation;
   tile.least_squares = spec.least_squares;
+  tile.channel_factors = spec.channel_factors;
   tile.shared_grid = spec.shared_grid;
   tile.low = spec.low;
   tile.high = spec.high;
@@ -77,7 +78,20 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   }
   tile.counts_offset = offset;
   if (spec.budget > 0) offset += cache::kWidthOrder.size() * sizeof(std::uint16_t);
+  tile.factor_offset = offset;
+  if (spec.channel_factors) offset += static_cast<std::size_t>(spec.rows) * size_of(shape.dtype);
   return base::round_up(offset, static_cast<std::size_t>(tiles::kGroupBytes));
+}
+
+// Keys: one tile, or one for the salient tokens and one for the others.
+std::size_t place_keys(catalog::TileSpec spec, const CacheShape& shape, std::size_t& shared, PageLayout& layout) {
+  if (spec.rest_planes.empty()) return place(spec, shape, 0, shared, layout.key);
+  const int tokens = spec.rows;
+  spec.rows = spec.salient;
+  const std::size_t end = place(spec, shape, 0, shared, layout.key);
+  spec.rows = tokens - spec.salient;
+  spec.planes = spec.rest_planes;
+  return place(spec, shape, end, shared, layout.key_rest);
 }
 
 }  // namespace
@@ -99,8 +113,13 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     return layout;
   }
   std::size_t shared = 0;  // from the end of the heads' blocks
-  const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape, 0, shared, layout.key);
+  const std::size_t key_end = place_keys(catalog::key_tile(recipe, shape.key_dim), shape, shared, layout);
   layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
+  layout.salient = catalog::salient_tokens(recipe);
+  if (layout.salient > 0) {
+    layout.tokens_offset = layout.head_bytes;
+    layout.head_bytes += base::round_up(static_cast<std::size_t>(recipe.page), std::size_t{tiles::kGroupBytes});
+  }
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {
     if (!tile->shared_grid) continue;

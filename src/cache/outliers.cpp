@@ -93,23 +93,26 @@ void store_key_outliers(const TileLayout& tile, DType dtype, int depth, float ma
   }
 }
 
-void ValueOutliers::add(int token, const std::vector<TableCoder::Outlier>& outliers) {
+void ValueOutliers::add(const std::vector<int>& places, const std::vector<TableCoder::Outlier>& outliers) {
   for (const TableCoder::Outlier& outlier : outliers) {
-    heads_[static_cast<std::size_t>(outlier.index / tile_.rows)].push_back(
-        {token, outlier.index % tile_.rows, outlier.value});
+    const auto head = static_cast<std::size_t>(outlier.index / tile_.rows);
+    heads_[head].push_back({places[head], outlier.index % tile_.rows, outlier.value});
   }
 }
 
-void ValueOutliers::store(DType dtype, std::byte* block) const {
+void ValueOutliers::store(DType dtype, std::byte* block) {
   const OutlierLayout& list = tile_.outliers;
   std::uint32_t slot = 0;
   for (std::size_t head = 0; head <= heads_.size(); ++head) {
     std::memcpy(block + list.start_offset + head * sizeof slot, &slot, sizeof slot);
     if (head == heads_.size()) return;
+    // Tokens came in cell order, their places may be in another.
+    std::stable_sort(heads_[head].begin(), heads_[head].end(),
+                     [](const Entry& a, const Entry& b) { return a.place < b.place; });
     for (const Entry& entry : heads_[head]) {
       base::store_float(block + list.value_offset, dtype, slot, entry.value);
       store_row(tile_, block, static_cast<int>(slot), entry.channel);
-      block[list.depth_offset + slot] = static_cast<std::byte>(entry.token);
+      block[list.depth_offset + slot] = static_cast<std::byte>(entry.place);
       ++slot;
     }
   }

@@ -51,13 +51,13 @@ void store_key_outliers(const TileLayout& tile, DType dtype, int depth, float ma
 class ValueOutliers {
  public:
   ValueOutliers(const TileLayout& tile, int heads) : tile_(tile), heads_(static_cast<std::size_t>(heads)) {}
-  // Indices run over the channels of all heads.
-  void add(int token, const std::vector<TableCoder::Outlier>& outliers);
-  void store(DType dtype, std::byte* block) const;
+  // Indices run over the channels of all heads; places[head] is where the token lies in that head's tile.
+  void add(const std::vector<int>& places, const std::vector<TableCoder::Outlier>& outliers);
+  void store(DType dtype, std::byte* block);
 
  private:
   struct Entry {
-    int token;
+    int place;
     int channel;
     float value;
   };

@@ -52,11 +52,18 @@ std::array<int, 6> read_counts(const TileLayout& tile, const std::byte* head_blo
   return counts;
 }
 
+const std::uint8_t* token_order(const PageLayout& layout, const std::byte* block, int head) {
+  if (layout.salient == 0) return nullptr;
+  const std::byte* bytes = block + static_cast<std::size_t>(head) * layout.head_bytes + layout.tokens_offset;
+  return reinterpret_cast<const std::uint8_t*>(bytes);
+}
+
 TileView::TileView(const PageLayout& layout, const TileLayout& t, const std::byte* block, int head_number)
     : tile(&t),
       head_block(block + static_cast<std::size_t>(head_number) * layout.head_bytes),
       grid(t.shared_grid ? block : head_block),
-      head(head_number) {
+      head(head_number),
+      tokens(token_order(layout, block, head_number)) {
   if (t.budget > 0) {
     planes = place_planes(read_counts(t, head_block), t.rows, t.plane_offset);
     return;

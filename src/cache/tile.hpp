@@ -58,6 +58,9 @@ struct OutlierList {
   void places(std::uint16_t* to_rows, std::uint16_t* to_depths) const;
 };
 
+// The token in each place of a page's tiles; null where tokens lie in cell order.
+const std::uint8_t* token_order(const PageLayout& layout, const std::byte* block, int head);
+
 // One page's tile of one head.
 struct TileView {
   const TileLayout* tile = nullptr;
@@ -65,6 +68,7 @@ struct TileView {
   const std::byte* grid = nullptr;  // what min_offset and max_offset count from
   TilePlanes planes;
   int head = 0;
+  const std::uint8_t* tokens = nullptr;  // token_order()
 
   TileView(const PageLayout& layout, const TileLayout& tile, const std::byte* block, int head);
 

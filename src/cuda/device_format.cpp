@@ -171,6 +171,8 @@ DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
     if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
   }
   if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+  if (layout.salient > 0)
+    refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page; on the GPU: kivi, kitty");
   check_plain("keys", layout.key);
   check_plain("values", layout.value);
   DeviceFormat format;

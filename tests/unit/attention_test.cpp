@@ -21,7 +21,11 @@ const char* const kRecipes[] = {"f16",
                                 "waterfill:k=4,low=2,high=6,v=4,rotate=0,window=0,page=32",
                                 "kvquant:window=0",
                                 "kvquant:k=4,v=2,outliers=0,voutliers=0.1,window=32,page=32",
-                                "k=kvquant:2,v=waterfill:3,sink=3,outliers=0.05,window=0,page=64"};
+                                "k=kvquant:2,v=waterfill:3,sink=3,outliers=0.05,window=0,page=64",
+                                "zipcache:window=0",
+                                "zipcache:salient=0.3,high=7,low=3,vhigh=5,vlow=1,sink=9,window=20,page=32",
+                                "k=zipcache,v=waterfill:3,shared=1,salient=0.05,window=0",
+                                "k=waterfill:3,v=zipcache,sink=4,salient=0.9,window=0,page=64"};
 
 bool can_store(const char* recipe, int key_dim) {
   return std::string(recipe).find("waterfill") == std::string::npos || key_dim % 4 == 0;
