@@ -24,7 +24,8 @@ class Cache {
 
   // Appends tokens: keys [n, kv_heads, key_dim], values [n, kv_heads, value_dim], any DType and strides. Full pages
   // behind the recent window are sealed. queries [n, query_heads, key_dim] are those of the same tokens; recipes that
-  // weigh key channels by them (waterfill) store better pages with them, the others ignore them. Default: none.
+  // weigh key channels or tokens by them (waterfill, zipcache; logits scaled by 1 / sqrt(key_dim)) store better pages
+  // with them, the others ignore them. Default: none.
   void append(const ConstView& keys, const ConstView& values, const ConstView& queries = {});
 
   // Causal attention of the last `rows` tokens' queries: row i is token length() - rows + i. options.first_position is

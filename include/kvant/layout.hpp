@@ -20,6 +20,20 @@ struct PlaneLayout {
   std::size_t bytes = 0;
 };
 
+// Values kept beside the codes of a tile, in a list with a fixed number of slots. A key tile has one list per head:
+// slot i belongs to channel i / (2 * per_end) and says the token; slots that a channel does not need hold its maximum
+// and token 0. Value tiles that share a grid share one list behind it: slots say token and channel, ascending by head,
+// token and channel; starts[h]..starts[h + 1] are those of head h, and those after the last head's are zeros.
+struct OutlierLayout {
+  int per_end = 0;  // the smallest and the largest so many of each vector; 0: no list
+  int slots = 0;
+  int row_entry = 0;             // bytes of a row (key: token, value: channel): 1 or 2
+  std::size_t value_offset = 0;  // slots values of CacheShape::dtype; offsets count from where those of the grid do
+  std::size_t row_offset = 0;
+  std::size_t depth_offset = 0;  // shared lists: the token, 1 byte each
+  std::size_t start_offset = 0;  // shared lists: kv_heads + 1 numbers, uint32
+};
+
 // One tile (K or V of one head): codes [depth][rows] with (min, max) per depth index.
 struct TileLayout {
   int rows = 0;   // K: tokens of a page; V: channels
@@ -41,16 +55,28 @@ struct TileLayout {
   std::size_t counts_offset = 0;
   int low = 0;  // widths of a page, low..high
   int high = 0;
-  int budget = 0;              // sum of the widths of all fours
-  int rotation = 1;            // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  int budget = 0;    // sum of the widths of all fours
+  int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
+  // What the codes stand for, [16], on a grid of 254 steps from min to max; empty: codes are steps of the grid.
+  std::vector<std::uint8_t> table;
+  OutlierLayout outliers;
+  // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
+  bool channel_factors = false;
+  std::size_t factor_offset = 0;
   bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
 };
 
 // Layout of the sealed block of one page: kv_heads consecutive head blocks of head_bytes each (a multiple of 64), then
-// the grids that all heads share.
+// the grids and outliers that all heads share.
 struct PageLayout {
   TileLayout key;
+  TileLayout key_rest;  // the other tokens where salient ones are a tile of their own; else rows is 0
   TileLayout value;
+  // Tokens of a page lie in an order of its own, per head: first those that count as salient, each class ascending.
+  // `page` bytes from the start of the head's block say which token is where. 0: tokens lie in cell order, no such
+  // bytes.
+  int salient = 0;
+  std::size_t tokens_offset = 0;
   std::size_t head_bytes = 0;
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16

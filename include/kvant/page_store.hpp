@@ -19,19 +19,29 @@ std::shared_ptr<PagePool> make_page_pool();
 // Bytes of recycled buffers that the pool holds for later use (live pages are counted by their stores).
 std::size_t idle_bytes(const PagePool& pool);
 
+// How attention turned queries into probabilities, for PageStore::observe.
+struct QueryScores {
+  float scale = 0;    // of q.k; 0: 1 / sqrt(key_dim)
+  float softcap = 0;  // as in AttentionOptions
+  // [rows, query_heads] as attend() gives it; null: computed over the stored cells when a page is sealed.
+  const float* lse = nullptr;
+};
+
 // Bytes a store holds, by what they are for. total() is what the allocator gave, nothing left out.
 struct StoreBytes {
   std::size_t sealed = 0;  // sealed blocks: codes, endpoints, indices
   std::size_t open = 0;    // unquantized pages, the recent window included
   std::size_t exact = 0;   // unquantized rows beside sealed pages (sinks)
-  std::size_t tables = 0;  // page table, bitmaps and query statistics
+  std::size_t tables = 0;  // page table, bitmaps, query statistics and probes
   std::size_t total() const { return sealed + open + exact + tables; }
 };
 
 struct StoreCounts {
   std::int64_t sealed_pages = 0;
   std::int64_t open_pages = 0;
-  std::int64_t seals = 0;    // times a page was encoded since creation
+  std::int64_t seals = 0;  // times a page was encoded since creation
+  std::int64_t blind_seals =
+      0;                     // of the seals: salient tokens by key norm because no query that sees the page was kept
   std::int64_t reopens = 0;  // times a sealed page was decoded back because a cell in it was written
 };
 
@@ -64,14 +74,15 @@ class PageStore {
   // Reads the cells as stored (decoded where sealed); unwritten cells read as zeros. out: [cells, kv_heads, dim].
   void read(Side side, std::span<const std::int64_t> cells, const View& out) const;
 
-  // Tells a store whose recipe weighs key channels by the queries (waterfill) what those of the tokens in `cells` are:
-  // queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it after the tokens are
-  // written and before seal_ready. A page is encoded with the statistics of all queries up to its own last token;
-  // queries of cells that are in no open page count from now on. With `cells` empty, so do all of them, however many
-  // rows there are. Ignored by other recipes. Throws Error(invalid_argument | out_of_range | not_finite); then nothing
-  // was counted.
-  void observe(std::span<const std::int64_t> cells, const ConstView& queries);
-  // True when the recipe weighs channels by queries.
+  // Tells a store whose recipe weighs key channels (waterfill) or tokens (zipcache) by the queries what those of the
+  // tokens in `cells` are: queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it
+  // after the tokens are written and before seal_ready. A page is encoded with the statistics of all queries up to its
+  // own last token; queries of cells that are in no open page count from now on. With `cells` empty, so do all of them,
+  // however many rows there are. zipcache keeps some as probes of the pages they can see, which are decided with
+  // queries up to recipe.window tokens behind the page. Ignored by other recipes. Throws Error(invalid_argument |
+  // out_of_range | not_finite); then nothing was counted.
+  void observe(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores = {});
+  // True when the recipe makes use of queries.
   bool weighs_queries() const;
 
   // Encodes every full page that has at least recipe.window newer rows. Returns how many were sealed.

@@ -5,8 +5,10 @@
 //   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
 //   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
 //   waterfill:k=2.5,v=2,sink=4                 widths per key channel and page, rotated values (src/methods/waterfill)
-//   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
-//   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
+//   kvquant:k=3,v=3,outliers=0.01              levels of a normal distribution and outliers kept apart
+//   (src/methods/kvquant) zipcache:salient=0.6,high=4,low=2          salient tokens of a page wider than the others
+//   (src/methods/zipcache) k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS,
+//   then options layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
 
 #include <cstdint>
@@ -44,7 +46,25 @@ struct WaterfillKeys {
   Grid grid = Grid::least_squares;
   bool operator==(const WaterfillKeys&) const = default;
 };
-using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys>;
+struct KvquantKeys {
+  static constexpr std::string_view method = "kvquant";
+  int bits = 3;            // per code, 2..4
+  double outliers = 0.01;  // share of each channel's values in a page that are kept beside the codes, 0..0.1
+  bool operator==(const KvquantKeys&) const = default;
+};
+
+// What makes tokens of a page salient: the attention that probe queries paid to them, or the norm of their key.
+enum class Saliency : std::uint8_t { attention, norm };
+
+struct ZipcacheKeys {
+  static constexpr std::string_view method = "zipcache";
+  double salient = 0.6;  // share of the tokens of a page with `high` bits, above 0 and below 1
+  Saliency saliency = Saliency::attention;
+  int high = 4;  // low + 1..4 more
+  int low = 2;   // bits of the other tokens, 1..4
+  bool operator==(const ZipcacheKeys&) const = default;
+};
+using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys, KvquantKeys, ZipcacheKeys>;
 
 // ---- values
 
@@ -65,7 +85,24 @@ struct WaterfillValues {
   Grid grid = Grid::least_squares;
   bool operator==(const WaterfillValues&) const = default;
 };
-using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues>;
+struct KvquantValues {
+  static constexpr std::string_view method = "kvquant";
+  int bits = 3;  // per code, 2..4
+  double outliers =
+      0.01;  // share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1
+  bool operator==(const KvquantValues&) const = default;
+};
+
+// Beside keys of zipcache, share and saliency are the same: a page has one set of salient tokens per KV head.
+struct ZipcacheValues {
+  static constexpr std::string_view method = "zipcache";
+  double salient = 0.6;
+  Saliency saliency = Saliency::attention;
+  int high = 4;  // low + 1..4 more
+  int low = 2;   // 1..4
+  bool operator==(const ZipcacheValues&) const = default;
+};
+using ValueRecipe = std::variant<F16Values, KiviValues, WaterfillValues, KvquantValues, ZipcacheValues>;
 
 struct Recipe {
   KeyRecipe key = KiviKeys();
@@ -88,8 +125,11 @@ Recipe parse_recipe(std::string_view text);
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
-// quantizing side); called by everything that takes a Recipe.
+// quantizing side, zipcache with two sets of salient tokens); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
+
+// What a status says about a recipe beside its text, or "": that kvquant runs without calibration.
+std::string remark(const Recipe& recipe);
 
 // A recipe per layer: the first rule whose range holds the layer counts.
 struct LayerRecipes {

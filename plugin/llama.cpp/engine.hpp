@@ -36,7 +36,8 @@ class Engine {
   std::vector<std::int64_t> positions_for(const CacheRef& target, const abi::Tensor* source,
                                           const std::vector<std::int64_t>& rows);
   // `first`: which of the keys just written the first query row belongs to.
-  void observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first);
+  void observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first,
+                       const QueryScores& scores);
   void flush_plain();
   void written(const CacheRef& target);
   void seal_and_account(Layer& layer, CacheBuffer& buffer);

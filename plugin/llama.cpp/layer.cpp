@@ -230,6 +230,7 @@ LayerReport Layer::report() const {
     r.counts.open_pages += c.open_pages;
     r.counts.seals += c.seals;
     r.counts.reopens += c.reopens;
+    r.counts.blind_seals += c.blind_seals;
   }
   const PageStore& any = stores_.front();
   r.recipe = to_text(any.recipe());

@@ -68,8 +68,9 @@ class Layer {
              std::span<const std::int64_t> positions = {});
   void read(Side side, std::span<const std::int64_t> rows, float* values) const;
   // PageStore::observe for one stream; cells are numbered inside it.
-  void observe(std::int64_t stream, std::span<const std::int64_t> cells, const ConstView& queries) {
-    stores_[static_cast<std::size_t>(stream)].observe(cells, queries);
+  void observe(std::int64_t stream, std::span<const std::int64_t> cells, const ConstView& queries,
+               const QueryScores& scores) {
+    stores_[static_cast<std::size_t>(stream)].observe(cells, queries, scores);
   }
   bool weighs_queries() const { return stores_.front().weighs_queries(); }
   bool any_written(std::int64_t row) const { return written_[static_cast<std::size_t>(row)] != 0; }

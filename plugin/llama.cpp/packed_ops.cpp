@@ -86,7 +86,8 @@ std::vector<std::int64_t> Engine::positions_for(const CacheRef& target, const ab
 
 // The queries of one stream belong to the keys that the graph has just written to it, in the same order, when they are
 // as many and lie in that stream; otherwise (rows of several streams in one, another graph) they count for no page.
-void Engine::observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first) {
+void Engine::observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first,
+                             const QueryScores& scores) {
   const std::int64_t count = queries.extent[0];
   const std::int64_t base = stream * layer.tensor(Side::key).cells;
   std::vector<std::int64_t> cells;
@@ -101,10 +102,10 @@ void Engine::observe_queries(Layer& layer, std::int64_t stream, const ConstView&
     Ledger::instance().note("some queries are not those of the keys just written: they weigh later pages only");
   }
   try {
-    layer.observe(stream, cells, queries);
+    layer.observe(stream, cells, queries, scores);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::not_finite) throw;
-    Ledger::instance().note("some queries were not finite: they do not weigh channels");
+    Ledger::instance().note("some queries were not finite: they do not weigh channels or tokens");
   }
 }
 
@@ -152,6 +153,8 @@ bool Engine::attend_packed(const abi::Tensor& node) {
   options.threads = threads_;
   // Other counts than those of the keys just written: which query is whose cannot be told.
   if (static_cast<std::int64_t>(last_keys_.rows.size()) != q.ne[1] * q.ne[3]) last_keys_ = {};
+  const bool observed = key.layer->weighs_queries();
+  std::vector<float> lse(observed ? static_cast<std::size_t>(q.ne[1] * q.ne[2]) : 0);
   for (std::int64_t s = 0; s < q.ne[3]; ++s) {
     const auto part = static_cast<std::size_t>(s);
     const ConstView queries{static_cast<const std::byte*>(q.data) + part * q.nb[3],
@@ -163,8 +166,11 @@ bool Engine::attend_packed(const abi::Tensor& node) {
                    {q.ne[1], q.ne[2], node.ne[0]},
                    {in_elements(node.nb[2], DType::f32), in_elements(node.nb[1], DType::f32), 1}};
     options.mask = mask_of_stream(mask, s);
-    attend(key.layer->store(stream + s), k.ne[1], queries, out, options, *workspace_);
-    if (key.layer->weighs_queries()) observe_queries(*key.layer, stream + s, queries, s * q.ne[1]);
+    float* const sums = observed ? lse.data() : nullptr;
+    attend(key.layer->store(stream + s), k.ne[1], queries, out, options, *workspace_, sums);
+    if (observed) {
+      observe_queries(*key.layer, stream + s, queries, s * q.ne[1], {options.scale, options.softcap, sums});
+    }
   }
   if (last_keys_.layer == key.layer) last_keys_ = {};  // a later graph's queries are not of these keys
   Ledger::instance().set_workspace(bytes_of(*workspace_));

@@ -40,6 +40,7 @@ namespace {
 Json to_json(const LayerReport& r) {
   return {{"name", r.name},
           {"recipe", r.recipe},
+          {"remark", remark(parse_recipe(r.recipe))},
           {"kv_heads", r.kv_heads},
           {"key_dim", r.key_dim},
           {"value_dim", r.value_dim},
@@ -52,6 +53,7 @@ Json to_json(const LayerReport& r) {
           {"exact_bytes", r.bytes.exact},
           {"table_bytes", r.bytes.tables},
           {"seals", r.counts.seals},
+          {"blind_seals", r.counts.blind_seals},
           {"reopens", r.counts.reopens}};
 }
 

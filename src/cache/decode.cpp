@@ -1,6 +1,9 @@
 // Reopening pages: planes and endpoints back to rows.
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "base/half.hpp"
 #include "cache/page.hpp"
@@ -25,7 +28,8 @@ void copy_token(const CacheShape& shape, const RowsLayout& source, const std::by
   }
 }
 
-// Errors of rotated values add up when they are rotated back: next to the end of the type's range they could leave it.
+// Errors of rotated or divided values grow when that is undone: next to the end of the type's range they could leave
+// it.
 void clamp_to(DType dtype, std::vector<float>& values) {
   const float limit = base::largest_stored(dtype);
   for (float& value : values) value = std::clamp(value, -limit, limit);
@@ -50,16 +54,26 @@ ExactRows copy_exact(const CacheShape& shape, int page_tokens, const std::byte* 
   return exact;
 }
 
-void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step) {
+void load_endpoints(const TileView& view, DType dtype, float* min, float* max) {
   const TileLayout& tile = *view.tile;
-  kernels().widen(view.grid + tile.min_offset, dtype, min, tile.depth);
-  kernels().widen(view.grid + tile.max_offset, dtype, step, tile.depth);
-  for (int i = 0; i < tile.depth; ++i) step[i] = tiles::grid_step(min[i], step[i], levels[i]);
+  const bool by_token = tile.shared_grid && view.tokens != nullptr;
+  std::array<float, kMaxPage> line;
+  for (const auto& [offset, out] : {std::pair(tile.min_offset, min), std::pair(tile.max_offset, max)}) {
+    kernels().widen(view.grid + offset, dtype, by_token ? line.data() : out, tile.depth);
+    for (int i = 0; by_token && i < tile.depth; ++i) out[i] = line[view.tokens[i]];
+  }
 }
 
-void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, const std::byte* block, int head,
-                 float* out) {
-  const TileView view(layout, tile, block, head);
+void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step) {
+  load_endpoints(view, dtype, min, step);
+  for (int i = 0; i < view.tile->depth; ++i) step[i] = tiles::grid_step(min[i], step[i], levels[i]);
+}
+
+namespace {
+
+// One tile as float [depth][stride] by channel or by place, stride = rows padded to 16.
+void decode_tile(const TileView& view, DType dtype, float* out) {
+  const TileLayout& tile = *view.tile;
   const auto depth = static_cast<std::size_t>(tile.depth);
   const std::int64_t stride = base::round_up(tile.rows, tiles::kLanes);
   std::vector<std::uint8_t> codes(depth * static_cast<std::size_t>(stride));
@@ -67,22 +81,68 @@ void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, 
     kernels().unpack_plane(view.head_block + plane.offset, plane.bits, plane.shift, tile.rows, plane.depth, nullptr,
                            codes.data() + plane.first * stride, stride);
   }
+  for (std::uint8_t& code : codes) {
+    if (!tile.table.empty()) code = tile.table[code];
+  }
   std::vector<std::uint16_t> order(depth);
   std::vector<int> levels(depth);
-  std::vector<float> min(depth), step(depth), max(depth);
+  std::vector<float> min(depth), max(depth);
   view.order(order.data());
   view.levels(levels.data());
-  load_grid(view, dtype, levels.data(), min.data(), step.data());
-  kernels().widen(view.grid + tile.max_offset, dtype, max.data(), tile.depth);
+  load_endpoints(view, dtype, min.data(), max.data());
   for (std::size_t i = 0; i < depth; ++i) {
     float* row = out + order[i] * stride;
     const std::uint8_t* code = codes.data() + static_cast<std::ptrdiff_t>(i) * stride;
-    kernels().dequantize(code, tile.rows, min[i], step[i], row);
+    kernels().dequantize(code, tile.rows, min[i], tiles::grid_step(min[i], max[i], levels[i]), row);
     // min + levels * step may miss max by a rounding in binary32; sealing the page again must find the same endpoints.
     for (int r = 0; r < tile.rows; ++r) {
       if (code[r] == levels[i]) row[r] = max[i];
     }
     if (tile.rotation > 1) kernels().hadamard(row, tile.rows, tile.rotation);
+  }
+  const OutlierList outliers = view.outliers();
+  for (int i = 0; i < outliers.count; ++i) {
+    const auto d = static_cast<std::size_t>(outliers.depth(i));
+    const float value = base::load_float(outliers.values, dtype, i);
+    if (value < min[d] || value > max[d]) out[order[d] * stride + outliers.row(i)] = value;
+  }
+}
+
+}  // namespace
+
+void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
+  const std::uint8_t* tokens = token_order(layout, block, head);
+  if (tokens == nullptr) return decode_tile(TileView(layout, layout.key, block, head), dtype, out);
+  const int page = layout.key.rows + layout.key_rest.rows;
+  int first = 0;
+  std::vector<float> decoded;
+  for (const TileLayout* tile : {&layout.key, &layout.key_rest}) {
+    if (tile->rows == 0) continue;
+    const int stride = base::round_up(tile->rows, tiles::kLanes);
+    decoded.resize(static_cast<std::size_t>(tile->depth) * static_cast<std::size_t>(stride));
+    decode_tile(TileView(layout, *tile, block, head), dtype, decoded.data());
+    for (int d = 0; d < tile->depth; ++d) {
+      const float* from = decoded.data() + static_cast<std::ptrdiff_t>(d) * stride;
+      float* to = out + static_cast<std::ptrdiff_t>(d) * page;
+      for (int row = 0; row < tile->rows; ++row) to[tokens[first + row]] = from[row];
+    }
+    first += tile->rows;
+  }
+}
+
+void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
+  const TileLayout& tile = layout.value;
+  const TileView view(layout, tile, block, head);
+  if (view.tokens == nullptr) return decode_tile(view, dtype, out);
+  const int stride = base::round_up(tile.rows, tiles::kLanes);
+  std::vector<float> decoded(static_cast<std::size_t>(tile.depth) * static_cast<std::size_t>(stride));
+  decode_tile(view, dtype, decoded.data());
+  std::vector<float> factors(static_cast<std::size_t>(tile.rows), 1.0F);
+  if (tile.channel_factors) kernels().widen(view.head_block + tile.factor_offset, dtype, factors.data(), tile.rows);
+  for (int i = 0; i < tile.depth; ++i) {
+    const float* from = decoded.data() + static_cast<std::ptrdiff_t>(i) * stride;
+    float* to = out + static_cast<std::ptrdiff_t>(view.tokens[i]) * stride;
+    for (int r = 0; r < tile.rows; ++r) to[r] = from[r] * factors[static_cast<std::size_t>(r)];
   }
 }
 
@@ -93,9 +153,9 @@ void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout
   std::vector<float> keys(static_cast<std::size_t>(shape.key_dim) * static_cast<std::size_t>(recipe.page));
   std::vector<float> values(static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(value_stride));
   for (int head = 0; head < shape.kv_heads; ++head) {
-    decode_tile(layout, layout.key, shape.dtype, page.block.get(), head, keys.data());
-    decode_tile(layout, layout.value, shape.dtype, page.block.get(), head, values.data());
-    if (layout.value.rotation > 1) clamp_to(shape.dtype, values);
+    decode_keys(layout, shape.dtype, page.block.get(), head, keys.data());
+    decode_values(layout, shape.dtype, page.block.get(), head, values.data());
+    if (layout.value.rotation > 1 || layout.value.channel_factors) clamp_to(shape.dtype, values);
     kernels().narrow(keys.data(), open + rows.key_at(head, 0, 0), shape.dtype, static_cast<std::int64_t>(keys.size()));
     kernels().narrow(values.data(), open + rows.value_at(head, 0, 0), shape.dtype,
                      static_cast<std::int64_t>(values.size()));

@@ -1,10 +1,13 @@
 // Sealing pages: rows to planes and endpoints.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "cache/grid.hpp"
+#include "cache/outliers.hpp"
 #include "cache/page.hpp"
 #include "cache/tile.hpp"
 #include "methods/method.hpp"
@@ -15,30 +18,36 @@ namespace {
 
 using tiles::kernels;
 
-// The channels of a head as float rows of the cells that are coded.
+// The channels of a head as float rows of the tokens of one tile that are coded.
 struct KeyRows {
   std::vector<float> data;  // [depth][stride]
   int stride = 0;
-  std::vector<int> kept;  // row numbers inside the page, ascending
+  std::vector<int> kept;  // row numbers inside the tile, ascending
 
   int count() const { return static_cast<int>(kept.size()); }
   const float* channel(int c) const { return data.data() + static_cast<std::ptrdiff_t>(c) * stride; }
 };
 
-KeyRows load_keys(const CacheShape& shape, const RowsLayout& rows, const std::byte* open, int head,
-                  const CellSet& skip) {
+// The tile's rows are the tokens in the places first..first+count-1 of the page.
+KeyRows load_keys(const CacheShape& shape, const RowsLayout& rows, const std::byte* open, int head, const CellSet& skip,
+                  const std::uint8_t* tokens, int first, int count) {
   KeyRows keys;
-  for (int t = 0; t < rows.tokens; ++t) {
-    if (!skip[static_cast<std::size_t>(t)]) keys.kept.push_back(t);
+  std::vector<int> from;
+  for (int row = 0; row < count; ++row) {
+    const int token = tokens != nullptr ? tokens[first + row] : first + row;
+    if (skip[static_cast<std::size_t>(token)]) continue;
+    keys.kept.push_back(row);
+    from.push_back(token);
   }
   keys.stride = rows.tokens;
   keys.data.resize(static_cast<std::size_t>(shape.key_dim) * static_cast<std::size_t>(rows.tokens));
-  const bool whole = keys.kept.size() == static_cast<std::size_t>(rows.tokens);
+  const bool whole = tokens == nullptr && keys.count() == rows.tokens;
+  std::vector<float> line(static_cast<std::size_t>(rows.tokens));
   for (int d = 0; d < shape.key_dim; ++d) {
     float* row = keys.data.data() + static_cast<std::ptrdiff_t>(d) * keys.stride;
-    kernels().widen(open + rows.key_at(head, d, 0), shape.dtype, row, rows.tokens);
+    kernels().widen(open + rows.key_at(head, d, 0), shape.dtype, whole ? row : line.data(), rows.tokens);
     if (whole) continue;
-    for (std::size_t i = 0; i < keys.kept.size(); ++i) row[i] = row[keys.kept[i]];
+    for (std::size_t i = 0; i < from.size(); ++i) row[i] = line[static_cast<std::size_t>(from[i])];
   }
   return keys;
 }
@@ -108,40 +117,106 @@ void rotate_values(float* row, const TileLayout& tile) {
   for (int r = 0; r < tile.rows; ++r) row[r] *= factor;
 }
 
-// Codes of even width lie one bit up where bit 0 is that of the odd ones.
-void code_row(RowCoder& coder, const float* x, int n, int levels, std::uint8_t* codes, Endpoints& endpoints) {
-  const int shift = std::countr_zero(static_cast<unsigned>(levels));
-  endpoints = coder.code(x, n, levels >> shift, codes);
-  for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
+// Rows on the tile's kind of grid: uniform, or with a table of levels.
+class AnyCoder {
+ public:
+  AnyCoder(DType dtype, const TileLayout& tile, bool keys, int longest) : uniform_(dtype, tile.least_squares, longest) {
+    if (!tile.table.empty()) table_.emplace(tile, keys);
+  }
+
+  // Codes of even width lie one bit up where bit 0 is that of the odd ones.
+  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes) {
+    if (table_) return table_->code(x, n, codes);
+    const int shift = std::countr_zero(static_cast<unsigned>(levels));
+    const Endpoints endpoints = uniform_.code(x, n, levels >> shift, codes);
+    for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
+    return endpoints;
+  }
+  // Uniform grids: the row's range, and codes on a range given.
+  Endpoints range(const float* x, int n) const { return uniform_.range(x, n); }
+  void code_on(const float* x, int n, int levels, Endpoints grid, std::uint8_t* codes) const {
+    uniform_.code_on(x, n, levels, grid, codes);
+  }
+  // Of the last row, with a table.
+  const std::vector<TableCoder::Outlier>& outliers() const { return table_->outliers(); }
+
+ private:
+  RowCoder uniform_;
+  std::optional<TableCoder> table_;
+};
+
+void code_keys(DType dtype, const TileView& view, const KeyRows& rows, std::byte* head_block) {
+  const TileLayout& tile = *view.tile;
+  const auto depth = static_cast<std::size_t>(tile.depth);
+  std::vector<std::uint16_t> order(depth);
+  std::vector<int> levels(depth);
+  view.order(order.data());
+  view.levels(levels.data());
+  AnyCoder coder(dtype, tile, true, tile.rows);
+  std::vector<Endpoints> endpoints(depth);  // 0, as all codes, for a class that has skipped tokens only
+  Codes codes(tile);
+  std::vector<std::uint8_t> dense(static_cast<std::size_t>(tile.rows));
+  const bool whole = rows.count() == tile.rows;
+  for (int i = 0; i < tile.depth && rows.count() > 0; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data());
+    if (tile.outliers.per_end > 0) {
+      std::vector<TableCoder::Outlier> outliers = coder.outliers();
+      for (TableCoder::Outlier& outlier : outliers) outlier.index = rows.kept[static_cast<std::size_t>(outlier.index)];
+      store_key_outliers(tile, dtype, i, endpoints[at].max, outliers, head_block);
+    }
+    for (std::size_t k = 0; !whole && k < rows.kept.size(); ++k) codes.row(i)[rows.kept[k]] = dense[k];
+  }
+  store_endpoints(dtype, head_block, tile, endpoints);
+  pack_planes(view, codes, head_block);
+}
+
+// The place of each token in a page of a head.
+std::vector<int> places(const PageLayout& layout, const std::byte* block, int head) {
+  std::vector<int> result(static_cast<std::size_t>(layout.value.depth));
+  std::iota(result.begin(), result.end(), 0);
+  const std::uint8_t* tokens = token_order(layout, block, head);
+  for (int i = 0; tokens != nullptr && i < layout.value.depth; ++i) result[tokens[i]] = i;
+  return result;
+}
+
+// ZipCache's channel-separable values: the root of the largest magnitude of each channel over the page, as stored.
+std::vector<float> store_factors(DType dtype, const TileLayout& tile, const RowsLayout& rows, const std::byte* open,
+                                 int head, const CellSet& skip, std::byte* head_block) {
+  const auto channels = static_cast<std::size_t>(tile.rows);
+  std::vector<float> factors(channels), row(channels);
+  for (int t = 0; t < tile.depth; ++t) {
+    if (skip[static_cast<std::size_t>(t)]) continue;
+    kernels().widen(open + rows.value_at(head, 0, t), dtype, row.data(), tile.rows);
+    for (std::size_t c = 0; c < channels; ++c) factors[c] = std::max(factors[c], std::fabs(row[c]));
+  }
+  for (float& factor : factors) factor = std::sqrt(factor);
+  std::byte* stored = head_block + tile.factor_offset;
+  kernels().narrow(factors.data(), stored, dtype, tile.rows);
+  kernels().widen(stored, dtype, factors.data(), tile.rows);
+  return factors;
+}
+
+// A channel of zeros has factor 0 and stays zeros.
+void divide(float* row, const std::vector<float>& factors) {
+  for (std::size_t c = 0; c < factors.size(); ++c) row[c] = factors[c] > 0 ? row[c] / factors[c] : 0.0F;
 }
 
 }  // namespace
 
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
                  int head, const CellSet& skip, const double* queries, std::byte* block) {
-  const TileLayout& tile = layout.key;
   std::byte* head_block = block + static_cast<std::size_t>(head) * layout.head_bytes;
-  const KeyRows rows = load_keys(shape, RowsLayout(shape, recipe.page), open, head, skip);
-  if (tile.order_entry > 0) choose_order(recipe.key, tile, rows, queries, head_block);
-  const TileView view(layout, tile, block, head);
-  const auto depth = static_cast<std::size_t>(tile.depth);
-  std::vector<std::uint16_t> order(depth);
-  std::vector<int> levels(depth);
-  view.order(order.data());
-  view.levels(levels.data());
-  RowCoder coder(shape.dtype, tile.least_squares, tile.rows);
-  std::vector<Endpoints> endpoints(depth);
-  Codes codes(tile);
-  std::vector<std::uint8_t> dense(static_cast<std::size_t>(tile.rows));
-  const bool whole = rows.count() == tile.rows;
-  for (int i = 0; i < tile.depth; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    code_row(coder, rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data(),
-             endpoints[at]);
-    for (std::size_t k = 0; !whole && k < rows.kept.size(); ++k) codes.row(i)[rows.kept[k]] = dense[k];
+  const RowsLayout rows(shape, recipe.page);
+  const std::uint8_t* tokens = token_order(layout, block, head);
+  int first = 0;
+  for (const TileLayout* tile : {&layout.key, &layout.key_rest}) {
+    if (tile->rows == 0) continue;
+    const KeyRows keys = load_keys(shape, rows, open, head, skip, tokens, first, tile->rows);
+    if (tile->order_entry > 0) choose_order(recipe.key, *tile, keys, queries, head_block);
+    code_keys(shape.dtype, TileView(layout, *tile, block, head), keys, head_block);
+    first += tile->rows;
   }
-  store_endpoints(shape.dtype, head_block, tile, endpoints);
-  pack_planes(view, codes, head_block);
 }
 
 void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
@@ -149,33 +224,64 @@ void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayo
   const TileLayout& tile = layout.value;
   const RowsLayout rows(shape, recipe.page);
   const TileView view(layout, tile, block, first_head);
+  std::byte* const head_block = block + static_cast<std::size_t>(first_head) * layout.head_bytes;
   const auto depth = static_cast<std::size_t>(tile.depth);
   std::vector<int> levels(depth);
   view.levels(levels.data());
+  const bool alike = std::equal(levels.begin() + 1, levels.end(), levels.begin());
   const int width = heads * tile.rows;  // values under one grid
-  RowCoder coder(shape.dtype, tile.least_squares, width);
+  AnyCoder coder(shape.dtype, tile, false, width);
+  ValueOutliers outliers(tile, heads);
   std::vector<Endpoints> endpoints(depth);  // 0 for skipped cells, as their codes: never read, always the same bytes
-  std::vector<Codes> codes(static_cast<std::size_t>(heads), Codes(tile));
+  struct Head {
+    Codes codes;
+    std::vector<int> places;
+    std::vector<float> factors;
+  };
+  std::vector<Head> parts;
+  for (int h = 0; h < heads; ++h) {
+    parts.push_back({Codes(tile), places(layout, block, first_head + h), {}});
+    if (!tile.channel_factors) continue;
+    parts.back().factors = store_factors(shape.dtype, tile, rows, open, first_head + h, skip,
+                                         head_block + static_cast<std::size_t>(h) * layout.head_bytes);
+  }
   std::vector<float> row(static_cast<std::size_t>(width));
   std::vector<std::uint8_t> dense(row.size());
+  std::vector<int> at_places(static_cast<std::size_t>(heads));
   for (int t = 0; t < tile.depth; ++t) {
-    const auto at = static_cast<std::size_t>(t);
-    if (skip[at]) continue;
+    const auto token = static_cast<std::size_t>(t);
+    if (skip[token]) continue;
     for (int h = 0; h < heads; ++h) {
       float* part = row.data() + static_cast<std::ptrdiff_t>(h) * tile.rows;
       kernels().widen(open + rows.value_at(first_head + h, 0, t), shape.dtype, part, tile.rows);
+      if (tile.channel_factors) divide(part, parts[static_cast<std::size_t>(h)].factors);
       if (tile.rotation > 1) rotate_values(part, tile);
     }
-    code_row(coder, row.data(), width, levels[at], dense.data(), endpoints[at]);
+    // Grids that heads share lie by token: what is salient differs between heads.
+    Endpoints& grid = endpoints[tile.shared_grid ? token : static_cast<std::size_t>(parts.front().places[token])];
+    grid = alike ? coder.code(row.data(), width, levels[0], dense.data()) : coder.range(row.data(), width);
+    if (tile.outliers.per_end > 0) {
+      for (int h = 0; h < heads; ++h)
+        at_places[static_cast<std::size_t>(h)] = parts[static_cast<std::size_t>(h)].places[token];
+      outliers.add(at_places, coder.outliers());
+    }
     for (int h = 0; h < heads; ++h) {
-      std::memcpy(codes[static_cast<std::size_t>(h)].row(t), dense.data() + static_cast<std::ptrdiff_t>(h) * tile.rows,
-                  static_cast<std::size_t>(tile.rows));
+      Head& head = parts[static_cast<std::size_t>(h)];
+      const int place = head.places[token];
+      const auto first = static_cast<std::ptrdiff_t>(h) * tile.rows;
+      if (alike) {
+        std::memcpy(head.codes.row(place), dense.data() + first, static_cast<std::size_t>(tile.rows));
+      } else {
+        coder.code_on(row.data() + first, tile.rows, levels[static_cast<std::size_t>(place)], grid,
+                      head.codes.row(place));
+      }
     }
   }
-  std::byte* head_block = block + static_cast<std::size_t>(first_head) * layout.head_bytes;
   store_endpoints(shape.dtype, tile.shared_grid ? block : head_block, tile, endpoints);
+  if (tile.outliers.per_end > 0) outliers.store(shape.dtype, block);
   for (int h = 0; h < heads; ++h) {
-    pack_planes(view, codes[static_cast<std::size_t>(h)], head_block + static_cast<std::size_t>(h) * layout.head_bytes);
+    pack_planes(view, parts[static_cast<std::size_t>(h)].codes,
+                head_block + static_cast<std::size_t>(h) * layout.head_bytes);
   }
 }
 

@@ -29,10 +29,14 @@ void RowCoder::code_on(const float* x, int n, int levels, Endpoints grid, std::u
   kernels().quantize(x, n, grid.min, tiles::grid_step(grid.min, grid.max, levels), levels, codes);
 }
 
-Endpoints RowCoder::code(const float* x, int n, int levels, std::uint8_t* codes) {
+Endpoints RowCoder::range(const float* x, int n) const {
   Endpoints range;
   kernels().min_max(x, n, &range.min, &range.max);
-  range = {stored(range.min), stored(range.max)};
+  return {stored(range.min), stored(range.max)};
+}
+
+Endpoints RowCoder::code(const float* x, int n, int levels, std::uint8_t* codes) {
+  const Endpoints range = this->range(x, n);
   code_on(x, n, levels, range, codes);
   if (!least_squares_) return range;
 

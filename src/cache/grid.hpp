@@ -24,11 +24,13 @@ class RowCoder {
 
   // Writes codes 0..levels of x[0..n), n >= 1, and returns the endpoints, which are values of the cache's type.
   Endpoints code(const float* x, int n, int levels, std::uint8_t* codes);
+  // Smallest and largest of x[0..n) as the cache stores them.
+  Endpoints range(const float* x, int n) const;
+  // Codes on a grid of stored endpoints.
+  void code_on(const float* x, int n, int levels, Endpoints grid, std::uint8_t* codes) const;
 
  private:
   float stored(double x) const;
-  // Codes on a grid of stored endpoints.
-  void code_on(const float* x, int n, int levels, Endpoints grid, std::uint8_t* codes) const;
 
   DType dtype_;
   bool least_squares_;

@@ -160,6 +160,38 @@ void save_page(const PageStore::Impl& impl, std::int64_t number, int length, Wri
   }
 }
 
+// Probes without log-sum-exps, which a Cache is never told.
+void save_probes(const cache::Probes& probes, Writer& out) {
+  out.put(static_cast<std::uint32_t>(probes.size()));
+  out.put(static_cast<std::uint32_t>(probes.query_heads()));
+  for (std::size_t i = 0; i < probes.size(); ++i) {
+    out.put(probes.clock(i));
+    const std::span<const float> query = probes.query(i);
+    out.put_bytes(reinterpret_cast<const std::byte*>(query.data()), query.size_bytes());
+  }
+}
+
+void load_probes(const CacheShape& shape, std::int64_t length, Reader& in, cache::Probes& probes) {
+  const auto count = in.get<std::uint32_t>();
+  const auto heads = in.get<std::uint32_t>();
+  if (count == 0) return;
+  if (heads < 1 || heads > 65536 || heads % static_cast<std::uint32_t>(shape.kv_heads) != 0)
+    bad("probes have impossible heads");
+  const std::size_t values = std::size_t{heads} * static_cast<std::size_t>(shape.key_dim);
+  if (in.left() / (sizeof(std::int64_t) + values * sizeof(float)) < count) bad("ends early");
+  probes.reserve(count, static_cast<int>(heads));
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const auto clock = in.get<std::int64_t>();
+    if (clock < 1 || clock > length) bad("a probe is none of its tokens");
+    probes.add(clock);
+    const std::span<float> query = probes.query(i);
+    std::memcpy(query.data(), in.take(query.size_bytes()), query.size_bytes());
+    for (const float value : query) {
+      if (!std::isfinite(value)) bad("a probe is not finite");
+    }
+  }
+}
+
 void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& in) {
   // Before a whole page is allocated for rows that a forged shape only claims to have.
   if (in.left() / (1 + token_bytes(impl.shape)) < static_cast<std::size_t>(length)) bad("ends early");
@@ -172,6 +204,7 @@ void load_open(PageStore::Impl& impl, std::int64_t number, int length, Reader& i
     std::memcpy(token.data(), in.take(token.size()), token.size());
     check_finite(token.data(), token.size() / impl.rows.element, impl.shape.dtype);
     move_token<true>(impl.shape, impl.rows, rows, i, token.data());
+    if (page.clocks) page.clocks[static_cast<std::size_t>(i)] = number * impl.tokens() + i + 1;
   }
   page.last_write = number * impl.tokens() + length;
 }
@@ -207,6 +240,49 @@ void check_order(const cache::TileView& view) {
   }
 }
 
+// Rows and depth indices that exist, in the order that the encoder has.
+void check_outliers(const PageStore::Impl& impl, const cache::TileView& view) {
+  const OutlierLayout& layout = view.tile->outliers;
+  if (layout.slots == 0) return;
+  const bool shared = view.tile->shared_grid;
+  if (shared) {
+    const std::uint32_t first = view.outlier_start(view.head);
+    const std::uint32_t end = view.outlier_start(view.head + 1);
+    if (view.outlier_start(0) != 0 || first > end || end > static_cast<std::uint32_t>(layout.slots)) {
+      bad("the outliers of a head begin or end outside their list");
+    }
+  }
+  const cache::OutlierList list = view.outliers();
+  check_finite(list.values, static_cast<std::size_t>(list.count), impl.shape.dtype);
+  std::vector<float> minima(static_cast<std::size_t>(view.tile->depth)), maxima(minima.size());
+  cache::load_endpoints(view, impl.shape.dtype, minima.data(), maxima.data());
+  std::int64_t last = -1;
+  for (int i = 0; i < list.count; ++i) {
+    const int row = list.row(i);
+    const int depth = list.depth(i);
+    if (row >= view.tile->rows || depth >= view.tile->depth) bad("an outlier lies outside its tile");
+    const float value = base::load_float(list.values, impl.shape.dtype, i);
+    const float max = maxima[static_cast<std::size_t>(depth)];
+    const bool used = value < minima[static_cast<std::size_t>(depth)] || value > max;
+    const std::int64_t at = std::int64_t{depth} * view.tile->rows + row;
+    if (!used && (shared || row != 0 || value != max)) bad("an outlier lies inside the range of its grid");
+    if (used && at <= last) bad("outliers are not ascending");
+    // Behind an unused slot of a channel there are only unused ones.
+    last = used ? at : std::int64_t{depth + 1} * view.tile->rows - 1;
+  }
+}
+
+// Each token once, both classes ascending.
+void check_tokens(const PageLayout& layout, int page, const std::byte* block, int head) {
+  const std::uint8_t* tokens = cache::token_order(layout, block, head);
+  CellSet seen;
+  for (int i = 0; tokens != nullptr && i < page; ++i) {
+    if (tokens[i] >= page || seen[tokens[i]]) bad("the order of tokens is not a permutation");
+    seen.set(tokens[i]);
+    if (i > 0 && i != layout.salient && tokens[i] < tokens[i - 1]) bad("tokens of a class are not ascending");
+  }
+}
+
 void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::byte* block, int head) {
   if (tile.budget > 0) check_counts(tile, block + static_cast<std::size_t>(head) * impl.layout.head_bytes);
   const cache::TileView view(impl.layout, tile, block, head);
@@ -214,6 +290,10 @@ void check_tile(const PageStore::Impl& impl, const TileLayout& tile, const std::
   const auto depth = static_cast<std::size_t>(tile.depth);
   check_finite(view.grid + tile.min_offset, depth, impl.shape.dtype);
   check_finite(view.grid + tile.max_offset, depth, impl.shape.dtype);
+  check_outliers(impl, view);
+  if (tile.channel_factors) {
+    check_finite(view.head_block + tile.factor_offset, static_cast<std::size_t>(tile.rows), impl.shape.dtype);
+  }
 }
 
 void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
@@ -247,8 +327,10 @@ void load_sealed(PageStore::Impl& impl, std::int64_t number, Reader& in) {
     bad("channel indices are not ascending or out of range");
   }
   for (int head = 0; head < impl.shape.kv_heads; ++head) {
-    check_tile(impl, impl.layout.key, sealed->block.get(), head);
-    check_tile(impl, impl.layout.value, sealed->block.get(), head);
+    check_tokens(impl.layout, impl.tokens(), sealed->block.get(), head);
+    for (const TileLayout* tile : {&impl.layout.key, &impl.layout.key_rest, &impl.layout.value}) {
+      if (tile->rows > 0) check_tile(impl, *tile, sealed->block.get(), head);
+    }
   }
   page.sealed = std::move(sealed);
   page.last_write = (number + 1) * impl.tokens();
@@ -303,6 +385,7 @@ std::vector<std::byte> Cache::save() const {
   if (!impl.query_sums.empty()) {
     save_sums(impl.queries_seen ? impl.query_sums.data() : nullptr, impl.query_sums.size(), out);
   }
+  if (impl.probes) save_probes(*impl.probes, out);
   for (std::int64_t page = 0; page * impl.tokens() < length_; ++page) {
     save_page(impl, page, static_cast<int>(std::min<std::int64_t>(impl.tokens(), length_ - page * impl.tokens())), out);
   }
@@ -315,10 +398,13 @@ Cache Cache::load(std::span<const std::byte> image) {
   const auto length = in.get<std::int64_t>();
   if (length < 0 || length > static_cast<std::int64_t>(image.size()) * 64) bad("length does not fit its size");
   PageStore::Impl& impl = cache.store_.impl();
-  // Recipes with widths per page or query statistics are younger than version 1.
-  if (in.version == 1 && (impl.layout.key.budget > 0 || !impl.query_sums.empty()))
-    bad("has a recipe that version 1 lacks");
+  // Recipes with widths per page, query statistics, tables of levels or orders of tokens are younger than version 1.
+  const PageLayout& layout = impl.layout;
+  const bool younger = layout.key.budget > 0 || !impl.query_sums.empty() || !layout.key.table.empty() ||
+                       !layout.value.table.empty() || layout.salient > 0;
+  if (in.version == 1 && younger) bad("has a recipe that version 1 lacks");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
+  if (impl.probes) load_probes(impl.shape, length, in, *impl.probes);
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());
   for (std::int64_t number = 0; number < pages; ++number) {

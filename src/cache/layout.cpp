@@ -1,5 +1,8 @@
 #include "kvant/layout.hpp"
 
+#include <cmath>
+#include <utility>
+
 #include "base/checked.hpp"
 #include "cache/rows.hpp"
 #include "cache/tile.hpp"
@@ -25,28 +28,49 @@ std::size_t add_fixed_planes(const catalog::TileSpec& spec, std::size_t offset, 
   return offset;
 }
 
+// The smallest and the largest ceil(share / 2 * n) of each vector of n values (paper: 21 of 4096 for 0.5 %), as a list
+// at `offset`, which moves behind it.
+void place_outliers(const catalog::TileSpec& spec, const CacheShape& shape, std::size_t& offset, TileLayout& tile) {
+  if (spec.outliers <= 0) return;
+  OutlierLayout& list = tile.outliers;
+  const bool shared = spec.shared_grid;
+  const int vector = shared ? spec.rows * shape.kv_heads : spec.rows;
+  list.per_end = static_cast<int>(std::ceil(spec.outliers / 2 * vector - 1e-9));
+  list.slots = 2 * list.per_end * spec.depth;
+  list.row_entry = spec.rows <= 256 ? 1 : 2;
+  const auto slots = static_cast<std::size_t>(list.slots);
+  const auto take = [&](std::size_t bytes) { return std::exchange(offset, offset + bytes); };
+  list.value_offset = take(slots * size_of(shape.dtype));
+  list.row_offset = take(slots * static_cast<std::size_t>(list.row_entry));
+  list.depth_offset = take(shared ? slots : 0);
+  list.start_offset = take(shared ? static_cast<std::size_t>(shape.kv_heads + 1) * sizeof(std::uint32_t) : 0);
+}
+
 // Places a tile at `offset` of the head's block: planes (whole word groups) first, so that all of them stay aligned,
-// then endpoints, order and counts. Returns the next free offset, again a multiple of a word group. A shared grid is
-// placed at `shared` of the page's tail instead.
-std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset, std::size_t& shared,
+// then endpoints, outliers, order and counts. Returns the next free offset, again a multiple of a word group. A shared
+// grid and its outliers are placed at `shared` of the page's tail instead.
+std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::size_t offset, std::size_t& shared,
                   TileLayout& tile) {
   tile.rows = spec.rows;
   tile.depth = spec.depth;
   tile.rotation = spec.rotation;
   tile.least_squares = spec.least_squares;
+  tile.channel_factors = spec.channel_factors;
   tile.shared_grid = spec.shared_grid;
   tile.low = spec.low;
   tile.high = spec.high;
+  tile.table = spec.table;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
   offset =
       spec.budget > 0 ? offset + cache::most_plane_bytes(spec.budget, spec.rows) : add_fixed_planes(spec, offset, tile);
   tile.plane_bytes = offset - tile.plane_offset;
-  const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(dtype);
+  const std::size_t endpoint_bytes = static_cast<std::size_t>(spec.depth) * size_of(shape.dtype);
   std::size_t& grid = spec.shared_grid ? shared : offset;
   tile.min_offset = grid;
   tile.max_offset = grid + endpoint_bytes;
   grid += 2 * endpoint_bytes;
+  place_outliers(spec, shape, grid, tile);
   tile.order_offset = offset;
   if (spec.sorted) {
     tile.order_entry = spec.depth <= 256 ? 1 : 2;
@@ -54,7 +78,20 @@ std::size_t place(const catalog::TileSpec& spec, DType dtype, std::size_t offset
   }
   tile.counts_offset = offset;
   if (spec.budget > 0) offset += cache::kWidthOrder.size() * sizeof(std::uint16_t);
+  tile.factor_offset = offset;
+  if (spec.channel_factors) offset += static_cast<std::size_t>(spec.rows) * size_of(shape.dtype);
   return base::round_up(offset, static_cast<std::size_t>(tiles::kGroupBytes));
+}
+
+// Keys: one tile, or one for the salient tokens and one for the others.
+std::size_t place_keys(catalog::TileSpec spec, const CacheShape& shape, std::size_t& shared, PageLayout& layout) {
+  if (spec.rest_planes.empty()) return place(spec, shape, 0, shared, layout.key);
+  const int tokens = spec.rows;
+  spec.rows = spec.salient;
+  const std::size_t end = place(spec, shape, 0, shared, layout.key);
+  spec.rows = tokens - spec.salient;
+  spec.planes = spec.rest_planes;
+  return place(spec, shape, end, shared, layout.key_rest);
 }
 
 }  // namespace
@@ -76,13 +113,21 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     return layout;
   }
   std::size_t shared = 0;  // from the end of the heads' blocks
-  const std::size_t key_end = place(catalog::key_tile(recipe, shape.key_dim), shape.dtype, 0, shared, layout.key);
-  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape.dtype, key_end, shared, layout.value);
+  const std::size_t key_end = place_keys(catalog::key_tile(recipe, shape.key_dim), shape, shared, layout);
+  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
+  layout.salient = catalog::salient_tokens(recipe);
+  if (layout.salient > 0) {
+    layout.tokens_offset = layout.head_bytes;
+    layout.head_bytes += base::round_up(static_cast<std::size_t>(recipe.page), std::size_t{tiles::kGroupBytes});
+  }
   const std::size_t heads_bytes = base::checked_multiply(layout.head_bytes, static_cast<std::size_t>(shape.kv_heads));
   for (TileLayout* tile : {&layout.key, &layout.value}) {
     if (!tile->shared_grid) continue;
-    tile->min_offset += heads_bytes;
-    tile->max_offset += heads_bytes;
+    OutlierLayout& list = tile->outliers;
+    for (std::size_t* offset : {&tile->min_offset, &tile->max_offset, &list.value_offset, &list.row_offset,
+                                &list.depth_offset, &list.start_offset}) {
+      *offset += heads_bytes;
+    }
   }
   layout.page_bytes = heads_bytes + base::round_up(shared, static_cast<std::size_t>(tiles::kGroupBytes));
   layout.bits_per_value = 8.0 * static_cast<double>(layout.page_bytes) /

@@ -35,6 +35,9 @@ struct Page {
   CellSet value_written;
   CellSet exact;                // cells that are never quantized
   std::int64_t last_write = 0;  // the store's row count when a row of this page was last written
+  // Recipes with probes, open pages: the store's row count when each cell's key was written, 0 before it was last
+  // opened.
+  std::unique_ptr<std::int64_t[]> clocks;
   // Until the page is sealed: the squares of the queries of each observed cell, summed over the heads of a group, as
   // bfloat16 [page][kv_heads][key_dim]; null: none. Kept per cell, so that a cell that is forgotten leaves no trace.
   std::unique_ptr<std::uint16_t[]> queries;
@@ -48,8 +51,8 @@ struct Page {
 // ---- src/cache/encode.cpp and decode.cpp: between open rows and sealed blocks
 
 // Encode the keys of one head and the values of `heads` heads (one, or all of them where they share a grid) of an open
-// page into its block, which is zeros before. Cells in `skip` are left out of every statistic. `queries`: sums of
-// squares per channel of this head's queries so far, or null.
+// page into its block, which is zeros before but for its order of tokens. Cells in `skip` are left out of every
+// statistic. `queries`: sums of squares per channel of this head's queries so far, or null.
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
                  int head, const CellSet& skip, const double* queries, std::byte* block);
 void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
@@ -62,12 +65,13 @@ ExactRows copy_exact(const CacheShape& shape, int page_tokens, const std::byte* 
 void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
                  std::byte* open);
 
-// Decodes one head's tile as float [depth][stride] by channel or token, stride = rows padded to 16 (the padding is left
-// alone), rotated back, not rounded to the cache's type.
-void decode_tile(const PageLayout& layout, const TileLayout& tile, DType dtype, const std::byte* block, int head,
-                 float* out);
+// Decodes one head's keys as float [key_dim][page], or its values as [page][value_dim padded to 16] (the padding is
+// left alone), tokens in cell order, values rotated back and times their factors, not rounded to the cache's type.
+void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
+void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
 
-// Minimum and step per stored depth index, as float; `levels` as TileView gives them.
+// Minimum and maximum, or step, per stored depth index, as float; `levels` as TileView gives them.
+void load_endpoints(const TileView& view, DType dtype, float* min, float* max);
 void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step);
 
 }  // namespace kvant::cache

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/half.hpp"
+#include "cache/outliers.hpp"
 
 namespace kvant::cache {
 namespace {
@@ -14,9 +15,36 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
 
+int score_stride(const PageStore::Impl& store) {
+  return store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
+}
+
+// Where each exact cell is among the scores of its page.
+std::array<int, kMaxPage> exact_places(const ExactRows& exact, const std::uint8_t* tokens) {
+  std::array<int, kMaxPage> places{};
+  for (std::size_t i = 0; i < exact.cells.size(); ++i) {
+    places[i] = tokens == nullptr ? exact.cells[i] : 0;
+    while (tokens != nullptr && tokens[places[i]] != exact.cells[i]) ++places[i];
+  }
+  return places;
+}
+
 int longest(const AttentionPlan& plan) {
   const CacheShape& shape = plan.store->shape;
   return std::max({shape.key_dim, shape.value_dim, plan.store->tokens()});
+}
+
+// All outliers of a page's values may be those of one head.
+std::size_t most_outliers(const AttentionPlan& plan) {
+  const PageLayout& layout = plan.store->layout;
+  return static_cast<std::size_t>(std::max(layout.key.outliers.slots, layout.value.outliers.slots));
+}
+
+// What multiply_sparse needs.
+std::size_t most_lanes(const AttentionPlan& plan) {
+  const CacheShape& shape = plan.store->shape;
+  if (most_outliers(plan) == 0) return 0;
+  return std::size_t{16} * static_cast<std::size_t>(std::max(shape.key_dim, shape.value_dim) + plan.store->tokens());
 }
 
 }  // namespace
@@ -25,18 +53,21 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
   const CacheShape& shape = plan.store->shape;
   const auto n = static_cast<std::size_t>(plan.block_rows) * static_cast<std::size_t>(plan.group);
-  const auto page = static_cast<std::size_t>(plan.store->tokens());
+  const auto page = static_cast<std::size_t>(score_stride(*plan.store));
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 3 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
+         7 * Arena::padded<float>(n) + 4 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
-         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0);
+         (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
+         Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) +
+         Arena::padded<float>(most_lanes(plan)) +
+         (plan.store->layout.value.channel_factors ? Arena::padded<float>(n * value) + Arena::padded<float>(value) : 0);
 }
 
 QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
@@ -44,7 +75,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   const CacheShape& shape = store_.shape;
   query_stride_ = base::round_up(shape.key_dim, 16);
   output_stride_ = base::round_up(shape.value_dim, 16);
-  score_stride_ = store_.tokens();
+  score_stride_ = score_stride(store_);
   const auto n = static_cast<std::size_t>(capacity_);
   const auto page = static_cast<std::size_t>(score_stride_);
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
@@ -56,11 +87,15 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &step_, &mid_}) *line = arena.take<float>(deep);
+  for (float** line : {&min_, &max_, &step_, &mid_}) *line = arena.take<float>(deep);
   levels_ = arena.take<int>(deep);
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
+  residuals_ = arena.take<float>(most_outliers(plan));
+  outlier_rows_ = arena.take<std::uint16_t>(most_outliers(plan));
+  outlier_depths_ = arena.take<std::uint16_t>(most_outliers(plan));
+  lanes_ = arena.take<float>(most_lanes(plan));
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
@@ -68,6 +103,10 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   if (store_.layout.value.rotation > 1) {
     rotated_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
     rotated_.owed = arena.take<float>(n);
+  }
+  if (store_.layout.value.channel_factors) {
+    page_sum_ = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
+    factors_ = arena.take<float>(static_cast<std::size_t>(output_stride_));
   }
 }
 
@@ -94,119 +133,6 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
     std::fill_n(mixed.values, vectors_ * output_stride_, 0.0F);
     std::fill_n(mixed.owed, vectors_, 1.0F);
   }
-}
-
-// ---- visibility
-
-bool QueryBlock::is_plain(std::int64_t first_cell, int cells) const {
-  const AttentionOptions& options = *plan_.options;
-  if (options.mask.data != nullptr || options.max_bias > 0) return false;
-  if (first_cell + cells > plan_.n_cells) return false;
-  if (options.first_position < 0) return true;
-  const std::int64_t oldest = options.first_position + first_row_;  // the block's first row sees the fewest new cells
-  const std::int64_t newest = oldest + rows_ - 1;
-  return first_cell + cells - 1 <= oldest &&
-         (options.sliding_window <= 0 || first_cell > newest - options.sliding_window);
-}
-
-bool QueryBlock::mask_row(std::int64_t row, int query_head, std::int64_t first_cell, int cells, float* out) const {
-  const AttentionOptions& options = *plan_.options;
-  const int inside = static_cast<int>(std::clamp<std::int64_t>(plan_.n_cells - first_cell, 0, cells));
-  if (options.mask.data != nullptr) {
-    const std::int64_t at = row * options.mask.row_stride + query_head * options.mask.head_stride + first_cell;
-    const auto* data =
-        static_cast<const std::byte*>(options.mask.data) + at * static_cast<std::int64_t>(size_of(options.mask.type));
-    kernels_.widen(data, options.mask.type, out, inside);
-  } else {
-    std::fill_n(out, inside, 0.0F);
-  }
-  std::fill(out + inside, out + cells, kMinusInfinity);
-  if (options.first_position >= 0) {
-    const std::int64_t position = options.first_position + row;
-    for (int i = 0; i < inside; ++i) {
-      const std::int64_t distance = position - (first_cell + i);
-      if (distance < 0 || (options.sliding_window > 0 && distance >= options.sliding_window)) {
-        out[i] = kMinusInfinity;
-      } else if (options.max_bias > 0 && options.mask.data == nullptr) {
-        out[i] = static_cast<float>(-distance);
-      }
-    }
-  }
-  return std::any_of(out, out + cells, [](float x) { return x != kMinusInfinity; });
-}
-
-namespace {
-
-// True when every byte group of `data` is the pattern: a mask row that hides nothing or everything, in one quick pass.
-bool is_all(const std::byte* data, std::size_t bytes, std::uint64_t pattern) {
-  std::uint64_t difference = 0;
-  for (std::size_t i = 0; i < bytes; i += sizeof pattern) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data + i, sizeof word);
-    difference |= word ^ pattern;
-  }
-  return difference == 0;
-}
-
-}  // namespace
-
-// What a user mask alone does to a run of cells, where that shows without converting it.
-QueryBlock::RowMask QueryBlock::classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const {
-  const AttentionOptions& options = *plan_.options;
-  if (options.mask.data == nullptr || options.first_position >= 0 || first_cell + cells > plan_.n_cells) {
-    return RowMask::mixed;
-  }
-  const std::size_t element = size_of(options.mask.type);
-  const std::int64_t at = row * options.mask.row_stride + query_head * options.mask.head_stride + first_cell;
-  const auto* data = static_cast<const std::byte*>(options.mask.data) + at * static_cast<std::int64_t>(element);
-  const std::size_t bytes = element * static_cast<std::size_t>(cells);
-  if (is_all(data, bytes, 0)) return RowMask::plain;
-  const std::uint64_t hidden = options.mask.type == DType::f32   ? 0xFF800000FF800000U
-                               : options.mask.type == DType::f16 ? 0xFC00FC00FC00FC00U
-                                                                 : 0xFF80FF80FF80FF80U;
-  return is_all(data, bytes, hidden) ? RowMask::hidden : RowMask::mixed;
-}
-
-// Fills mask_rows_ (null where nothing is added); false if no vector sees the page.
-bool QueryBlock::load_mask(std::int64_t number, int cells) {
-  const Page& page = store_.pages[static_cast<std::size_t>(number)];
-  const std::int64_t first_cell = number * store_.tokens();
-  const CellSet written = page.written();
-  const bool whole = static_cast<int>(written.count()) >= cells && cells <= store_.valid_cells(number);
-  std::fill_n(mask_rows_, vectors_, nullptr);
-  if (whole && is_plain(first_cell, cells)) return true;
-  const bool per_head = plan_.options->mask.data != nullptr && plan_.options->mask.head_stride != 0;
-  bool any = false;
-  for (int n = 0; n < vectors_; ++n) {
-    float* row = mask_ + n * score_stride_;
-    if (!per_head && n % plan_.group != 0) {
-      mask_rows_[n] = mask_rows_[n - 1];
-      continue;
-    }
-    const RowMask kind =
-        classify(first_row_ + n / plan_.group, head_ * plan_.group + n % plan_.group, first_cell, cells);
-    if (kind == RowMask::plain && whole) {
-      any = true;
-      continue;  // mask_rows_[n] is null
-    }
-    if (kind == RowMask::hidden) {
-      std::fill_n(row, cells, kMinusInfinity);
-      mask_rows_[n] = row;
-      continue;
-    }
-    bool visible =
-        mask_row(first_row_ + n / plan_.group, head_ * plan_.group + n % plan_.group, first_cell, cells, row);
-    if (visible && !whole) {
-      for (int i = 0; i < cells; ++i) {
-        if (!written[static_cast<std::size_t>(i)]) row[i] = kMinusInfinity;
-      }
-      visible = std::any_of(row, row + cells, [](float x) { return x != kMinusInfinity; });
-    }
-    any |= visible;
-    const bool adds = std::any_of(row, row + cells, [](float x) { return x != 0; });
-    mask_rows_[n] = adds ? row : nullptr;
-  }
-  return any;
 }
 
 // ---- products with one page
@@ -273,17 +199,31 @@ void QueryBlock::multiply_tile(const TileView& view, tiles::Start start, tiles::
                                                  plane.depth};
   }
   kernels_.multiply_codes({planes.data(), count, view.tile->rows, packed_, view.tile->depth, vectors_,
-                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead});
+                           store_.recipe.x_bits == 16, x_scale_, out, out_stride, start, alpha_, bias_, ahead,
+                           view.tile->table.empty() ? nullptr : view.tile->table.data()});
 }
 
-void QueryBlock::score_exact(const ExactRows& exact) {
+void QueryBlock::add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out,
+                              std::int64_t out_stride) {
+  const OutlierList list = view.outliers();
+  if (list.count == 0) return;
+  kernels_.widen(list.values, store_.shape.dtype, residuals_, list.count);
+  kernels_.widen(view.grid + view.tile->max_offset, store_.shape.dtype, max_, view.tile->depth);
+  list.places(outlier_rows_, outlier_depths_);
+  subtract_levels(view, list, outlier_depths_, min_, max_, step_, residuals_);
+  kernels_.multiply_sparse({residuals_, outlier_rows_, outlier_depths_, list.count, view.tile->rows, view.tile->depth,
+                            v, v_stride, vectors_, out, out_stride, lanes_});
+}
+
+void QueryBlock::score_exact(const ExactRows& exact, const std::uint8_t* tokens) {
+  const std::array<int, kMaxPage> places = exact_places(exact, tokens);
   const RowsLayout rows(store_.shape, exact.capacity);
   std::fill_n(exact_, vectors_ * score_stride_, 0.0F);
   multiply_open(exact.rows.get() + rows.key_at(head_, 0, 0), exact.capacity, exact.capacity, store_.shape.key_dim,
                 queries_, query_stride_, exact_, score_stride_);
   for (int n = 0; n < vectors_; ++n) {
     for (std::size_t i = 0; i < exact.cells.size(); ++i) {
-      scores_[n * score_stride_ + exact.cells[i]] = exact_[n * score_stride_ + static_cast<std::ptrdiff_t>(i)];
+      scores_[n * score_stride_ + places[i]] = exact_[n * score_stride_ + static_cast<std::ptrdiff_t>(i)];
     }
   }
 }
@@ -295,21 +235,32 @@ void QueryBlock::score_page(const Page& page, int cells) {
                   queries_, query_stride_, scores_, score_stride_, ahead_key_);
     return;
   }
-  const TileView view(store_.layout, store_.layout.key, page.sealed->block.get(), head_);
-  pack_tile(view, queries_, query_stride_);
-  multiply_tile(view, tiles::Start::replace, ahead_key_, scores_, score_stride_);
-  if (!page.sealed->exact.cells.empty()) score_exact(page.sealed->exact);
+  const std::byte* block = page.sealed->block.get();
+  std::ptrdiff_t first = 0;
+  for (const TileLayout* tile : {&store_.layout.key, &store_.layout.key_rest}) {
+    if (tile->rows == 0) continue;
+    const TileView view(store_.layout, *tile, block, head_);
+    pack_tile(view, queries_, query_stride_);
+    // The padding of its rows is written too: places that the next tile fills, or such behind the page.
+    multiply_tile(view, tiles::Start::replace, first == 0 ? ahead_key_ : tiles::Ahead(), scores_ + first,
+                  score_stride_);
+    add_outliers(view, queries_, query_stride_, scores_ + first, score_stride_);
+    first += tile->rows;
+  }
+  const ExactRows& exact = page.sealed->exact;
+  if (!exact.cells.empty()) score_exact(exact, token_order(store_.layout, block, head_));
 }
 
 // Moves the weights of exact cells out of the page's weights and mixes their values.
-void QueryBlock::mix_exact(const ExactRows& exact) {
+void QueryBlock::mix_exact(const ExactRows& exact, const std::uint8_t* tokens) {
+  const std::array<int, kMaxPage> places = exact_places(exact, tokens);
   for (int n = 0; n < vectors_; ++n) {
     float* weights = scores_ + n * score_stride_;
     float* own = exact_ + n * score_stride_;
     std::fill_n(own, exact.capacity, 0.0F);
     for (std::size_t i = 0; i < exact.cells.size(); ++i) {
-      own[i] = weights[exact.cells[i]];
-      weights[exact.cells[i]] = 0;
+      own[i] = weights[places[i]];
+      weights[places[i]] = 0;
     }
   }
   const RowsLayout rows(store_.shape, exact.capacity);
@@ -345,13 +296,29 @@ void QueryBlock::mix_page(const Page& page, int cells) {
   if (!exact.cells.empty()) {
     std::fill_n(bias_, vectors_, 0.0F);
     rescale(plain_, rotated_);
-    mix_exact(exact);
+    mix_exact(exact, token_order(store_.layout, page.sealed->block.get(), head_));
   }
   const TileView view(store_.layout, store_.layout.value, page.sealed->block.get(), head_);
   pack_tile(view, scores_, score_stride_);
+  if (view.tile->channel_factors) return mix_factored(view);
   Mixed& sum = rotated_.values != nullptr ? rotated_ : plain_;
   settle(sum, &sum == &plain_ ? rotated_ : plain_);
   multiply_tile(view, tiles::Start::rescale, ahead_value_, sum.values, output_stride_);
+  add_outliers(view, scores_, score_stride_, sum.values, output_stride_);
+}
+
+// Factors are the page's own: its sum is made apart from that of the pages before.
+void QueryBlock::mix_factored(const TileView& view) {
+  const int channels = view.tile->rows;
+  kernels_.widen(view.head_block + view.tile->factor_offset, store_.shape.dtype, factors_, channels);
+  multiply_tile(view, tiles::Start::replace, ahead_value_, page_sum_, output_stride_);
+  std::fill_n(bias_, vectors_, 0.0F);
+  rescale(plain_, rotated_);
+  for (int n = 0; n < vectors_; ++n) {
+    const float* from = page_sum_ + n * output_stride_;
+    float* to = plain_.values + n * output_stride_;
+    for (int d = 0; d < channels; ++d) to[d] += from[d] * factors_[d];
+  }
 }
 
 void QueryBlock::finish() {
@@ -386,22 +353,40 @@ void QueryBlock::look_ahead(std::int64_t number) {
   }
 }
 
+int QueryBlock::read_cells(const Page& page) const {
+  if (!page.open) return store_.tokens();
+  const CellSet written = page.written();
+  int cells = store_.tokens();
+  while (cells > 0 && !written[static_cast<std::size_t>(cells - 1)]) --cells;
+  return base::round_up(cells, tiles::kLanes);
+}
+
 void QueryBlock::add_page(std::int64_t number) {
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
   if (page.is_empty()) return;
-  // An open page is read up to its last written cell, in whole row tiles; a sealed one always as a whole.
-  int cells = store_.tokens();
-  if (page.open) {
-    const CellSet written = page.written();
-    while (cells > 0 && !written[static_cast<std::size_t>(cells - 1)]) --cells;
-    cells = base::round_up(cells, tiles::kLanes);
-  }
+  const int cells = read_cells(page);
   if (cells == 0 || !load_mask(number, cells)) return;
+  if (page.sealed && store_.layout.salient > 0) {
+    order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
+  }
   look_ahead(number + 1);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
   mix_page(page, cells);
+}
+
+void QueryBlock::add_scores(std::int64_t number, const std::int64_t* clocks) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  if (page.is_empty()) return;
+  const int cells = read_cells(page);
+  if (cells == 0 || !load_clocks(page, cells, clocks)) return;
+  if (page.sealed && store_.layout.salient > 0) {
+    order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
+  }
+  score_page(page, cells);
+  kernels_.softmax(
+      {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
 }
 
 }  // namespace kvant::cache

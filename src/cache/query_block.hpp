@@ -40,6 +40,13 @@ class QueryBlock {
   // Brings the output together; after the last page.
   void finish();
 
+  // For probes, where only log-sum-exps matter: the same without values, over the cells of a page that were written
+  // when the store's row count was clocks[row] or less, one per query row; all of a sealed page.
+  void add_scores(std::int64_t page, const std::int64_t* clocks);
+  // Logits of one open page, without softcap and mask: [vectors] rows of as many floats as `cells`, by cell.
+  void score_open(std::int64_t page, int cells) { score_page(store_.pages[static_cast<std::size_t>(page)], cells); }
+  const float* logits(int vector) const { return scores_ + vector * score_stride_; }
+
   int vectors() const { return vectors_; }
   const float* maximum() const { return maximum_; }
   const float* sum() const { return sum_; }
@@ -51,19 +58,27 @@ class QueryBlock {
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
+  bool load_clocks(const Page& page, int cells, const std::int64_t* clocks);
+  // Masks by cell become masks by place.
+  void order_masks(const std::uint8_t* tokens);
+  // Open pages are read up to the last written cell, in whole row tiles; sealed ones always as a whole.
+  int read_cells(const Page& page) const;
   // What user mask, positions and ALiBi add to `cells` scores of one vector; true if a cell is visible.
   bool mask_row(std::int64_t row, int query_head, std::int64_t first_cell, int cells, float* out) const;
   bool is_plain(std::int64_t first_cell, int cells) const;
   void score_page(const Page& page, int cells);
-  void score_exact(const ExactRows& exact);
+  void score_exact(const ExactRows& exact, const std::uint8_t* tokens);
   void mix_page(const Page& page, int cells);
-  void mix_exact(const ExactRows& exact);
+  void mix_exact(const ExactRows& exact, const std::uint8_t* tokens);
+  void mix_factored(const TileView& view);
   void multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v, std::int64_t v_stride,
                      float* out, std::int64_t out_stride, tiles::Ahead ahead = {});
   // Rounds v * step to integers in the tile's stored order; bias_ gets v * min and the rounding.
   void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
   // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
   void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
+  // What the tile's outliers add to multiply_tile; needs the grid that pack_tile loaded.
+  void add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out, std::int64_t out_stride);
   // v of every vector in the tile's order.
   const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
 
@@ -89,9 +104,9 @@ class QueryBlock {
 
   std::int64_t query_stride_ = 0;
   std::int64_t output_stride_ = 0;
-  std::int64_t score_stride_ = 0;
-  float* queries_ = nullptr;  // [vectors][key_dim], scaled
-  float* scores_ = nullptr;   // [vectors][page]
+  std::int64_t score_stride_ = 0;  // a page; with two key tiles 16 more, the padding of the second one's rows
+  float* queries_ = nullptr;       // [vectors][key_dim], scaled
+  float* scores_ = nullptr;        // [vectors][page], of a sealed page by place, of an open one by cell
   Mixed plain_;
   Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
   float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
@@ -101,10 +116,18 @@ class QueryBlock {
   float* bias_ = nullptr;
   float* slope_ = nullptr;
   float* min_ = nullptr;  // grids of the current tile
+  float* max_ = nullptr;
   float* step_ = nullptr;
   float* mid_ = nullptr;
   int* levels_ = nullptr;
+  // The outliers of a tile: what each adds to its code's level, and where.
+  float* residuals_ = nullptr;
+  std::uint16_t* outlier_rows_ = nullptr;
+  std::uint16_t* outlier_depths_ = nullptr;
+  float* lanes_ = nullptr;
   std::uint16_t* order_ = nullptr;
+  float* page_sum_ = nullptr;  // [vectors][value_dim]: what one page adds, before its channel factors
+  float* factors_ = nullptr;
   float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
   float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
   float* mask_ = nullptr;      // [vectors][page]

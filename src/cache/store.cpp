@@ -5,6 +5,7 @@
 
 #include "base/checked.hpp"
 #include "base/threads.hpp"
+#include "cache/saliency.hpp"
 #include "methods/method.hpp"
 
 namespace kvant {
@@ -60,6 +61,8 @@ PageStore::Impl::Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std:
   if (catalog::uses_queries(recipe)) {
     query_sums.assign(static_cast<std::size_t>(s.kv_heads) * static_cast<std::size_t>(s.key_dim), 0.0);
   }
+  const auto classes = catalog::token_classes(recipe);
+  if (classes && classes->saliency == Saliency::attention) probes.emplace(s.key_dim);
   pages.resize(static_cast<std::size_t>((n + r.page - 1) / r.page));
 }
 
@@ -74,7 +77,8 @@ PageStore::Impl::Impl(const Impl& other)
       rows_written(other.rows_written),
       counts(other.counts),
       query_sums(other.query_sums),
-      queries_seen(other.queries_seen) {
+      queries_seen(other.queries_seen),
+      probes(other.probes) {
   pages.resize(other.pages.size());
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const Page& from = other.pages[i];
@@ -86,6 +90,10 @@ PageStore::Impl::Impl(const Impl& other)
     to.last_write = from.last_write;
     to.queries = copy_queries(from);
     to.observed = from.observed;
+    if (from.clocks) {
+      to.clocks = std::make_unique<std::int64_t[]>(static_cast<std::size_t>(tokens()));
+      std::copy_n(from.clocks.get(), tokens(), to.clocks.get());
+    }
     if (from.open) {
       to.open = pool->take(rows.bytes);
       std::memcpy(to.open.get(), from.open.get(), rows.bytes);
@@ -112,6 +120,7 @@ void PageStore::Impl::rewind(std::int64_t length) {
     Page& page = pages[static_cast<std::size_t>(number)];
     page.last_write = std::min(page.last_write, length);
   }
+  if (probes) probes->keep_if([&](std::int64_t clock) { return clock <= length; });
 }
 
 void PageStore::Impl::grow(std::int64_t new_cells) {
@@ -123,6 +132,7 @@ std::byte* PageStore::Impl::open(std::int64_t number) {
   Page& page = pages[static_cast<std::size_t>(number)];
   if (page.open) return page.open.get();
   open_pages.reserve(open_pages.size() + 1);
+  auto clocks = probes ? std::make_unique<std::int64_t[]>(static_cast<std::size_t>(tokens())) : nullptr;
   base::AlignedBytes buffer = pool->take(rows.bytes);
   if (page.sealed) {
     cache::decode_page(recipe, shape, layout, *page.sealed, buffer.get());
@@ -133,6 +143,7 @@ std::byte* PageStore::Impl::open(std::int64_t number) {
     std::memset(buffer.get(), 0, rows.bytes);
   }
   page.open = std::move(buffer);
+  page.clocks = std::move(clocks);
   open_pages.push_back(number);
   return page.open.get();
 }
@@ -149,6 +160,17 @@ void PageStore::Impl::release(std::int64_t number) {
   page = Page();
 }
 
+bool PageStore::Impl::order_tokens(std::int64_t page, const CellSet& skip, int threads, std::byte* block) const {
+  const std::vector<std::size_t> seeing = probes ? cache::probes_of(*this, page) : std::vector<std::size_t>();
+  base::parallel_for(shape.kv_heads, threads, [&](std::int64_t item, int) {
+    const int head = static_cast<int>(item);
+    const std::vector<double> scores =
+        seeing.empty() ? cache::norm_saliency(*this, page, head) : cache::attention_saliency(*this, page, head, seeing);
+    cache::store_token_order(layout, scores, skip, head, block);
+  });
+  return probes && seeing.empty();
+}
+
 void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
   std::vector<std::shared_ptr<cache::SealedPage>> sealed;
   std::vector<CellSet> skip;
@@ -160,6 +182,7 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     sealed.push_back(std::make_shared<cache::SealedPage>());
     sealed.back()->block = base::allocate_zeroed(layout.page_bytes);  // padding between planes is part of the bytes
     sealed.back()->exact = cache::copy_exact(shape, tokens(), page.open.get(), page.exact & page.written());
+    if (layout.salient > 0 && order_tokens(number, left_out, threads, sealed.back()->block.get())) ++counts.blind_seals;
   }
   const std::vector<std::vector<double>> sums = sums_at(ready);
   // Values that share a grid are one item for all heads.
@@ -181,6 +204,7 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
   for (std::size_t i = 0; i < ready.size(); ++i) {
     Page& page = pages[static_cast<std::size_t>(ready[i])];
     drop_open(page);
+    page.clocks.reset();
     page.queries.reset();
     page.observed.reset();
     page.sealed = std::move(sealed[i]);
@@ -234,7 +258,13 @@ int PageStore::seal_ready(int threads) {
   std::sort(ready.begin(), ready.end(), [&](std::int64_t a, std::int64_t b) {
     return impl_->pages[static_cast<std::size_t>(a)].last_write < impl_->pages[static_cast<std::size_t>(b)].last_write;
   });
-  if (!ready.empty()) impl_->seal(ready, threads);
+  if (!impl_->probes) {
+    if (!ready.empty()) impl_->seal(ready, threads);
+  } else {
+    // One by one: what a probe's attention is depends on which of the pages before are sealed.
+    for (std::size_t i = 0; i < ready.size(); ++i) impl_->seal(std::span(ready).subspan(i, 1), threads);
+    if (!ready.empty()) impl_->drop_probes();
+  }
   return static_cast<int>(ready.size());
 }
 
@@ -272,6 +302,7 @@ void PageStore::clear() {
   impl_->rows_written = 0;
   std::fill(impl_->query_sums.begin(), impl_->query_sums.end(), 0.0);
   impl_->queries_seen = false;
+  if (impl_->probes) impl_->probes->clear();
 }
 
 bool PageStore::is_sealed(std::int64_t page) const {
@@ -294,7 +325,9 @@ StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
   bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
                  impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
+  if (impl_->probes) bytes.tables += impl_->probes->bytes();
   for (const Page& page : impl_->pages) {
+    if (page.clocks) bytes.tables += static_cast<std::size_t>(impl_->tokens()) * sizeof(std::int64_t);
     if (page.open) bytes.open += impl_->rows.bytes;
     if (page.queries) bytes.tables += impl_->layout.query_bytes;
     if (!page.sealed) continue;

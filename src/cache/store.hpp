@@ -2,9 +2,11 @@
 #pragma once
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "cache/page.hpp"
+#include "cache/probes.hpp"
 #include "kvant/page_store.hpp"
 
 namespace kvant {
@@ -41,6 +43,7 @@ struct PageStore::Impl {
   // them.
   std::vector<double> query_sums;
   bool queries_seen = false;
+  std::optional<cache::Probes> probes;  // only where the recipe tells salient tokens by attention
 
   Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p);
   Impl(const Impl& other);
@@ -64,6 +67,8 @@ struct PageStore::Impl {
   void release(std::int64_t page);     // back to unwritten
   void drop_open(cache::Page& page);   // returns its buffer to the pool
   void seal(std::span<const std::int64_t> ready, int threads);
+  // Salient tokens of pages that are about to be encoded, into their blocks. True for pages without any probe.
+  bool order_tokens(std::int64_t page, const cache::CellSet& skip, int threads, std::byte* block) const;
 
   // ---- src/cache/store_queries.cpp
   // The sums that each of the pages, in this order, is encoded with: the store's and those of all pages so far; empty
@@ -75,6 +80,10 @@ struct PageStore::Impl {
   std::unique_ptr<std::uint16_t[]> copy_queries(const cache::Page& page) const;
   void count_queries(cache::Page* page, std::size_t token, const std::vector<float>& sums);
   void copy_query_cells(const cache::Page& from, std::int64_t first, std::int64_t to, std::int64_t count);
+  // Keeps those queries that may become probes, and drops probes that no open page can need any more.
+  void keep_probes(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores);
+  void drop_probes();
+  void take_probes(const Impl& from);
 };
 
 }  // namespace kvant

@@ -145,13 +145,15 @@ class PageReader {
     page_ = page;
     const Page& source = impl_.pages[static_cast<std::size_t>(page)];
     if (!source.sealed) return;
-    const TileLayout& tile = side_ == Side::key ? impl_.layout.key : impl_.layout.value;
-    stride_ = static_cast<std::size_t>(base::round_up(tile.rows, tiles::kLanes));
-    head_size_ = static_cast<std::size_t>(tile.depth) * stride_;
+    const bool keys = side_ == Side::key;
+    const int depth = keys ? impl_.shape.key_dim : impl_.tokens();
+    stride_ = static_cast<std::size_t>(keys ? impl_.tokens() : base::round_up(impl_.shape.value_dim, tiles::kLanes));
+    head_size_ = static_cast<std::size_t>(depth) * stride_;
     decoded_.resize(static_cast<std::size_t>(impl_.shape.kv_heads) * head_size_);
     for (int head = 0; head < impl_.shape.kv_heads; ++head) {
-      cache::decode_tile(impl_.layout, tile, impl_.shape.dtype, source.sealed->block.get(), head,
-                         decoded_.data() + static_cast<std::size_t>(head) * head_size_);
+      float* out = decoded_.data() + static_cast<std::size_t>(head) * head_size_;
+      const auto decode = keys ? cache::decode_keys : cache::decode_values;
+      decode(impl_.layout, impl_.shape.dtype, source.sealed->block.get(), head, out);
     }
   }
 
@@ -190,8 +192,10 @@ void PageStore::write(Side side, std::span<const std::int64_t> cells, const Cons
     (side == Side::key ? page.key_written : page.value_written).set(token);
     page.exact.set(token, (positions.empty() ? cells[i] : positions[i]) < impl.recipe.sink);
     // Keys alone move the clock: values of the same call come later and must not make early pages look recent.
-    if (side == Side::key) page.observed.reset(token);  // a query of the row that was there before
-    if (side == Side::key) page.last_write = ++impl.rows_written;
+    if (side == Side::value) continue;
+    page.observed.reset(token);  // a query of the row that was there before
+    page.last_write = ++impl.rows_written;
+    if (page.clocks) page.clocks[token] = impl.rows_written;
   }
 }
 
@@ -236,6 +240,7 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
     copy_run(*origin.impl_, a, b, step);
     done += step;
   }
+  if (this != &from) impl.take_probes(source);
 }
 
 // Cells of one page to cells of one page.

@@ -1,4 +1,4 @@
-// What a store knows of the queries: sums of squares per KV head and key channel.
+// What a store knows of the queries: sums of squares per KV head and key channel, and probes.
 //
 // Open pages keep those of each of their cells; when a page is sealed, they join the sums of the store. So a page is
 // encoded with the queries up to its own last token, however the tokens arrived in calls, and tokens that are trimmed
@@ -97,11 +97,93 @@ void PageStore::Impl::copy_query_cells(const Page& from, std::int64_t first, std
   }
 }
 
-bool PageStore::weighs_queries() const {
-  return !impl_->query_sums.empty();
+namespace {
+
+// The ends of the spans of the pages that are full, in clocks.
+std::vector<std::int64_t> ends_of_full_pages(const PageStore::Impl& store) {
+  std::vector<std::int64_t> ends;
+  for (const std::int64_t number : store.open_pages) {
+    const Page& page = store.pages[static_cast<std::size_t>(number)];
+    if (store.is_full(number)) ends.push_back(page.last_write + store.recipe.window);
+  }
+  return ends;
 }
 
-void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& queries) {
+class ProbeFilter {
+ public:
+  explicit ProbeFilter(const PageStore::Impl& store)
+      : span_(store.recipe), rows_written_(store.rows_written), ends_(ends_of_full_pages(store)) {}
+
+  bool operator()(std::int64_t clock) const {
+    if (span_.may_hold(rows_written_, clock)) return true;
+    return std::any_of(ends_.begin(), ends_.end(), [&](std::int64_t end) { return span_.holds(end, clock); });
+  }
+
+ private:
+  cache::ProbeSpan span_;
+  std::int64_t rows_written_;
+  std::vector<std::int64_t> ends_;
+};
+
+}  // namespace
+
+void PageStore::Impl::drop_probes() {
+  probes->keep_if(ProbeFilter(*this));
+}
+
+// A query whose cell is in no open page counts as that of the row just written: the last rows belong to the last
+// queries.
+void PageStore::Impl::keep_probes(std::span<const std::int64_t> cells, const ConstView& queries,
+                                  const QueryScores& scores) {
+  const ProbeFilter filter(*this);
+  std::vector<std::pair<std::int64_t, std::int64_t>> kept;  // row, clock
+  for (std::int64_t row = 0; row < queries.extent[0]; ++row) {
+    std::int64_t clock = rows_written - queries.extent[0] + row + 1;
+    if (!cells.empty()) {
+      const std::int64_t cell = cells[static_cast<std::size_t>(row)];
+      const Page& page = pages[static_cast<std::size_t>(cell / tokens())];
+      if (page.clocks) clock = page.clocks[static_cast<std::size_t>(cell % tokens())];
+    }
+    if (filter(clock)) kept.emplace_back(row, clock);
+  }
+  const std::int64_t heads = queries.extent[1];
+  probes->reserve(kept.size(), static_cast<int>(heads));
+  probes->scale = scores.scale;
+  probes->softcap = scores.softcap;
+  for (const auto& [row, clock] : kept) {
+    probes->add(clock);
+    const std::span<float> query = probes->query(probes->size() - 1);
+    for (std::int64_t i = 0; i < heads * shape.key_dim; ++i) {
+      query[static_cast<std::size_t>(i)] = base::load_float(
+          queries.data, queries.type,
+          row * queries.stride[0] + i / shape.key_dim * queries.stride[1] + i % shape.key_dim * queries.stride[2]);
+    }
+    if (scores.lse != nullptr) {
+      std::copy_n(scores.lse + row * heads, heads, probes->lse(probes->size() - 1).begin());
+    }
+  }
+  probes->keep_if(filter);
+}
+
+// This store's clock goes on where the other one's is, so that probes keep theirs: the rows copied last are taken for
+// those written last.
+void PageStore::Impl::take_probes(const Impl& from) {
+  if (!probes || probes->size() > 0 || from.probes->size() == 0) return;
+  probes = from.probes;
+  const std::int64_t by = from.rows_written - rows_written;
+  rows_written += by;
+  for (Page& page : pages) {
+    page.last_write += by;
+    for (int cell = 0; page.clocks && cell < tokens(); ++cell) page.clocks[static_cast<std::size_t>(cell)] += by;
+  }
+  drop_probes();
+}
+
+bool PageStore::weighs_queries() const {
+  return !impl_->query_sums.empty() || impl_->probes.has_value();
+}
+
+void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores) {
   Impl& impl = *impl_;
   impl.check_queries(queries);
   if (!cells.empty() && static_cast<std::int64_t>(cells.size()) != queries.extent[0]) {
@@ -114,15 +196,22 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
                  "cell " + std::to_string(cell) + " outside 0.." + std::to_string(impl.cells - 1));
     }
   }
-  if (impl.query_sums.empty()) return;
-  for (const std::int64_t cell : cells) {  // all memory is there before the first change
+  if (impl.probes && impl.probes->size() > 0 && impl.probes->query_heads() != queries.extent[1]) {
+    base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(queries.extent[1]) +
+                                                "; those of earlier queries are " +
+                                                std::to_string(impl.probes->query_heads()));
+  }
+  // All memory is there before the first change.
+  for (const std::int64_t cell : cells) {
     Page& page = impl.pages[static_cast<std::size_t>(cell / impl.tokens())];
-    if (page.open && !page.queries) {
+    if (page.open && !page.queries && !impl.query_sums.empty()) {
       page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
     }
   }
-  const std::int64_t last = queries.extent[1] - 1;
   std::vector<float> row_sums(impl.query_sums.size());
+  if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
+  if (impl.query_sums.empty()) return;
+  const std::int64_t last = queries.extent[1] - 1;
   for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
     if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0F);
     float* out = row_sums.data() + head / (queries.extent[1] / impl.shape.kv_heads) * impl.shape.key_dim;

@@ -52,10 +52,18 @@ std::array<int, 6> read_counts(const TileLayout& tile, const std::byte* head_blo
   return counts;
 }
 
-TileView::TileView(const PageLayout& layout, const TileLayout& t, const std::byte* block, int head)
+const std::uint8_t* token_order(const PageLayout& layout, const std::byte* block, int head) {
+  if (layout.salient == 0) return nullptr;
+  const std::byte* bytes = block + static_cast<std::size_t>(head) * layout.head_bytes + layout.tokens_offset;
+  return reinterpret_cast<const std::uint8_t*>(bytes);
+}
+
+TileView::TileView(const PageLayout& layout, const TileLayout& t, const std::byte* block, int head_number)
     : tile(&t),
-      head_block(block + static_cast<std::size_t>(head) * layout.head_bytes),
-      grid(t.shared_grid ? block : head_block) {
+      head_block(block + static_cast<std::size_t>(head_number) * layout.head_bytes),
+      grid(t.shared_grid ? block : head_block),
+      head(head_number),
+      tokens(token_order(layout, block, head_number)) {
   if (t.budget > 0) {
     planes = place_planes(read_counts(t, head_block), t.rows, t.plane_offset);
     return;
@@ -65,6 +73,10 @@ TileView::TileView(const PageLayout& layout, const TileLayout& t, const std::byt
 }
 
 void TileView::levels(int* out) const {
+  if (!tile->table.empty()) {
+    std::fill_n(out, tile->depth, kTableSteps);
+    return;
+  }
   std::fill_n(out, tile->depth, 0);
   for (const PlaneLayout& plane : planes.span()) {
     const int most = ((1 << plane.bits) - 1) << plane.shift;
@@ -81,6 +93,43 @@ void TileView::order(std::uint16_t* out) const {
   } else {
     std::memcpy(out, from, static_cast<std::size_t>(tile->depth) * sizeof *out);
   }
+}
+
+void OutlierList::places(std::uint16_t* to_rows, std::uint16_t* to_depths) const {
+  if (row_entry == 1) {
+    for (int i = 0; i < count; ++i) to_rows[i] = std::to_integer<std::uint16_t>(rows[i]);
+  } else {
+    std::memcpy(to_rows, rows, static_cast<std::size_t>(count) * sizeof *to_rows);
+  }
+  if (depths != nullptr) {
+    for (int i = 0; i < count; ++i) to_depths[i] = std::to_integer<std::uint16_t>(depths[i]);
+    return;
+  }
+  for (int i = 0; i < count; i += per_vector) {
+    for (int j = 0; j < per_vector; ++j) to_depths[i + j] = static_cast<std::uint16_t>(i / per_vector);
+  }
+}
+
+std::uint32_t TileView::outlier_start(int at_head) const {
+  std::uint32_t start = 0;
+  std::memcpy(&start, grid + tile->outliers.start_offset + static_cast<std::size_t>(at_head) * sizeof start,
+              sizeof start);
+  return start;
+}
+
+OutlierList TileView::outliers() const {
+  const OutlierLayout& from = tile->outliers;
+  OutlierList list;
+  if (from.slots == 0) return list;
+  const std::size_t first = tile->shared_grid ? outlier_start(head) : 0;
+  list.count = tile->shared_grid ? static_cast<int>(outlier_start(head + 1) - first) : from.slots;
+  list.per_vector = 2 * from.per_end;
+  list.row_entry = from.row_entry;
+  const std::size_t element = (from.row_offset - from.value_offset) / static_cast<std::size_t>(from.slots);
+  list.values = grid + from.value_offset + first * element;
+  list.rows = grid + from.row_offset + first * static_cast<std::size_t>(from.row_entry);
+  list.depths = tile->shared_grid ? grid + from.depth_offset + first : nullptr;
+  return list;
 }
 
 }  // namespace kvant::cache

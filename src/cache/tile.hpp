@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -34,19 +35,50 @@ TilePlanes place_planes(const std::array<int, 6>& counts, int rows, std::size_t 
 // Bytes that no counts whose widths sum to at most `budget` exceed.
 std::size_t most_plane_bytes(int budget, int rows);
 
+// Steps of the grid that table entries count.
+constexpr int kTableSteps = 254;
+
+// The outliers of one head, ascending by depth index and row; those of a key channel may end with unused slots.
+struct OutlierList {
+  int count = 0;
+  int per_vector = 0;  // slots of a key channel
+  int row_entry = 0;
+  const std::byte* values = nullptr;  // of the cache's type
+  const std::byte* rows = nullptr;
+  const std::byte* depths = nullptr;  // null: slot i belongs to depth index i / per_vector
+
+  int row(int i) const {
+    if (row_entry == 1) return std::to_integer<int>(rows[i]);
+    std::uint16_t row = 0;
+    std::memcpy(&row, rows + static_cast<std::ptrdiff_t>(i) * row_entry, sizeof row);
+    return row;
+  }
+  int depth(int i) const { return depths != nullptr ? std::to_integer<int>(depths[i]) : i / per_vector; }
+  // Row and depth index of every slot.
+  void places(std::uint16_t* to_rows, std::uint16_t* to_depths) const;
+};
+
+// The token in each place of a page's tiles; null where tokens lie in cell order.
+const std::uint8_t* token_order(const PageLayout& layout, const std::byte* block, int head);
+
 // One page's tile of one head.
 struct TileView {
   const TileLayout* tile = nullptr;
   const std::byte* head_block = nullptr;
   const std::byte* grid = nullptr;  // what min_offset and max_offset count from
   TilePlanes planes;
+  int head = 0;
+  const std::uint8_t* tokens = nullptr;  // token_order()
 
   TileView(const PageLayout& layout, const TileLayout& tile, const std::byte* block, int head);
 
-  // The largest code per stored depth index: the bits that its planes hold.
+  // The largest code per stored depth index: the bits that its planes hold, or the steps of the table's grid.
   void levels(int* out) const;
   // The channel (or token) of each stored depth index.
   void order(std::uint16_t* out) const;
+  OutlierList outliers() const;
+  // Numbers of the list's slots where each head's begin, and where the last one's end (shared lists).
+  std::uint32_t outlier_start(int at_head) const;
   bool in_order() const { return tile->order_entry == 0; }
 };
 

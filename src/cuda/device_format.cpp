@@ -163,11 +163,16 @@ int boosted_channels(const TileLayout& tile) {
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
   const PageLayout layout = make_layout(recipe, shape);
   if (!recipe.quantizes()) refuse("recipe '" + to_text(recipe) + "' has no sealed pages; on the GPU: kivi, kitty");
+  if (!layout.key.table.empty() || !layout.value.table.empty()) {
+    refuse("recipe '" + to_text(recipe) + "' has tables of levels and outliers; on the GPU: kivi, kitty");
+  }
   if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
   for (const int dim : {shape.key_dim, shape.value_dim}) {
     if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
   }
   if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+  if (layout.salient > 0)
+    refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page; on the GPU: kivi, kitty");
   check_plain("keys", layout.key);
   check_plain("values", layout.value);
   DeviceFormat format;

@@ -1,17 +1,20 @@
 // The list of methods and what their text forms share.
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 
 #include "base/checked.hpp"
 #include "methods/f16/f16.hpp"
 #include "methods/kitty/kitty.hpp"
 #include "methods/kivi/kivi.hpp"
+#include "methods/kvquant/kvquant.hpp"
 #include "methods/method.hpp"
 #include "methods/waterfill/waterfill.hpp"
+#include "methods/zipcache/zipcache.hpp"
 
 namespace kvant::catalog {
 const std::vector<Method>& list() {
-  static const std::vector<Method> methods = {f16(), kivi(), kitty(), waterfill()};
+  static const std::vector<Method> methods = {f16(), kivi(), kitty(), waterfill(), kvquant(), zipcache()};
   return methods;
 }
 
@@ -41,6 +44,7 @@ TileSpec key_tile(const Recipe& recipe, int channels) {
   if (side.tile == nullptr) return spec;
   spec.rows = recipe.page;
   spec.depth = channels;
+  spec.salient = salient_tokens(recipe);
   side.tile(recipe.key, spec);
   return spec;
 }
@@ -51,6 +55,7 @@ TileSpec value_tile(const Recipe& recipe, int channels) {
   if (side.tile == nullptr) return spec;
   spec.rows = channels;
   spec.depth = recipe.page;
+  spec.salient = salient_tokens(recipe);
   side.tile(recipe.value, spec);
   return spec;
 }
@@ -58,6 +63,21 @@ TileSpec value_tile(const Recipe& recipe, int channels) {
 bool uses_queries(const Recipe& recipe) {
   const KeySide& side = side_of(recipe.key);
   return side.uses_queries != nullptr && side.uses_queries(recipe.key);
+}
+
+std::optional<TokenClasses> token_classes(const Recipe& recipe) {
+  const KeySide& keys = side_of(recipe.key);
+  if (keys.classes != nullptr) return keys.classes(recipe.key);
+  const ValueSide& values = side_of(recipe.value);
+  if (values.classes != nullptr) return values.classes(recipe.value);
+  return std::nullopt;
+}
+
+int salient_tokens(const Recipe& recipe) {
+  const std::optional<TokenClasses> classes = token_classes(recipe);
+  if (!classes) return 0;
+  const auto count = static_cast<int>(std::lround(classes->salient * recipe.page));
+  return std::clamp(count, 1, recipe.page - 1);
 }
 
 const KeySide& side_of(const KeyRecipe& keys) {

@@ -34,6 +34,18 @@ struct TileSpec {
   int rotation = 1;          // block of the Hadamard rotation of the rows
   bool shared_grid = false;  // one grid per depth index for all KV heads
   bool least_squares = false;
+  std::vector<std::uint8_t> table;  // TileLayout::table
+  double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
+  int salient = 0;  // given: the first places of a page, those of its salient tokens; 0 where tokens lie in cell order
+  std::vector<PlaneSpec> rest_planes;  // keys: planes of the other tokens, which then are a tile of their own
+  bool channel_factors = false;        // values: channels are divided by the root of their largest magnitude
+};
+
+// How a method tells the tokens of a page apart.
+struct TokenClasses {
+  double salient = 0;  // share of salient tokens
+  Saliency saliency = Saliency::norm;
+  bool operator==(const TokenClasses&) const = default;
 };
 
 // A page's keys of one head, for the choice of widths.
@@ -60,6 +72,8 @@ struct Side {
   std::string (*bits)(const Part& part) = nullptr;     // "4", or "" where the method has no such option
   std::string (*options_text)(const Part&) = nullptr;  // the other options, "boost=0.25"
   void (*validate)(const Part& part) = nullptr;
+  std::string (*remark)(const Part& part) = nullptr;    // null: nothing to say
+  TokenClasses (*classes)(const Part& part) = nullptr;  // null: all tokens of a page are alike
 };
 
 struct KeySide : Side<KeyRecipe> {
@@ -95,6 +109,10 @@ const Method& find(std::string_view name);
 TileSpec key_tile(const Recipe& recipe, int channels);
 TileSpec value_tile(const Recipe& recipe, int channels);
 bool uses_queries(const Recipe& recipe);
+// The classes that either side asks for; validate() sees to it that both sides ask for the same.
+std::optional<TokenClasses> token_classes(const Recipe& recipe);
+// Salient tokens of a page: the rounded share, at least one and not all; 0 without classes.
+int salient_tokens(const Recipe& recipe);
 
 // The side of the method that a part belongs to.
 const KeySide& side_of(const KeyRecipe& keys);

@@ -45,7 +45,9 @@ std::vector<Option> split_options(std::string_view text) {
 std::vector<std::string> keys_of(const Recipe& recipe) {
   std::vector<std::string> keys = catalog::side_of(recipe.key).options;
   const std::vector<std::string>& values = catalog::side_of(recipe.value).options;
-  keys.insert(keys.end(), values.begin(), values.end());
+  for (const std::string& name : values) {  // both sides of zipcache have the options of a page's classes
+    if (std::find(keys.begin(), keys.end(), name) == keys.end()) keys.push_back(name);
+  }
   if (recipe.quantizes()) keys.insert(keys.end(), kCommon.begin(), kCommon.end());
   return keys;
 }
@@ -68,8 +70,9 @@ bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
 
 void set_options(const std::string& name, Recipe& recipe, const std::vector<Option>& options) {
   for (const auto& [key, value] : options) {
-    if (catalog::side_of(recipe.key).set(recipe.key, key, value)) continue;
-    if (catalog::side_of(recipe.value).set(recipe.value, key, value)) continue;
+    const bool of_keys = catalog::side_of(recipe.key).set(recipe.key, key, value);
+    const bool of_values = catalog::side_of(recipe.value).set(recipe.value, key, value);
+    if (of_keys || of_values) continue;
     if (set_common(recipe, key, value)) continue;
     base::fail(ErrorCode::invalid_argument, "recipe key '" + std::string(key) + "' does not exist in method '" + name +
                                                 "'; choices: " + join(keys_of(recipe)));
@@ -140,6 +143,22 @@ std::string options_text(const Part& part) {
   return text.empty() ? text : "," + text;
 }
 
+// Those of the values without what the keys say already: both sides of zipcache have the options of a page's classes.
+std::string value_options_text(const Recipe& recipe) {
+  const std::string keys = options_text(recipe.key) + ",";
+  std::string values = options_text(recipe.value);
+  for (std::size_t at = 0; at < values.size();) {
+    const std::size_t end = std::min(values.find(',', at + 1), values.size());
+    const std::string option = values.substr(at, end - at) + ",";
+    if (keys.find(option) != std::string::npos) {
+      values.erase(at, end - at);
+    } else {
+      at = end;
+    }
+  }
+  return values;
+}
+
 std::string common_text(const Recipe& recipe) {
   if (!recipe.quantizes()) return {};
   return ",sink=" + std::to_string(recipe.sink) + ",window=" + std::to_string(recipe.window) +
@@ -205,10 +224,10 @@ std::string to_text(const Recipe& recipe) {
   const catalog::Method* method = method_of(recipe);
   if (method == nullptr) {
     return side_text("k=", recipe.key) + side_text(",v=", recipe.value) + options_text(recipe.key) +
-           options_text(recipe.value) + common_text(recipe);
+           value_options_text(recipe) + common_text(recipe);
   }
   const std::string options = bits_text(",k=", recipe.key) + options_text(recipe.key) + bits_text(",v=", recipe.value) +
-                              options_text(recipe.value) + common_text(recipe);
+                              value_options_text(recipe) + common_text(recipe);
   return options.empty() ? method->name : method->name + ":" + options.substr(1);
 }
 
@@ -222,12 +241,31 @@ void validate(const Recipe& recipe) {
     base::fail(ErrorCode::invalid_argument,
                "recipe f16 has other fields; it never seals a page: leave sink 0, window 0, page 128, x 16");
   }
+  const auto& classes_of_keys = catalog::side_of(recipe.key).classes;
+  const auto& classes_of_values = catalog::side_of(recipe.value).classes;
+  if (classes_of_keys != nullptr && classes_of_values != nullptr &&
+      classes_of_keys(recipe.key) != classes_of_values(recipe.value)) {
+    base::fail(ErrorCode::invalid_argument,
+               "recipe has keys and values with different salient or saliency; a page has one set of salient tokens");
+  }
   catalog::check_choice("page", recipe.page, {32, 64, 128, 256});
   catalog::check_choice("x", recipe.x_bits, {8, 16});
   if (recipe.sink < 0 || recipe.sink > recipe.page) {
     bad_value("sink", std::to_string(recipe.sink), "0 to page (" + std::to_string(recipe.page) + ")");
   }
   if (recipe.window < 0 || recipe.window > 65536) bad_value("window", std::to_string(recipe.window), "0 to 65536");
+}
+
+std::string remark(const Recipe& recipe) {
+  std::string text;
+  const auto add = [&](const char* what, const auto& part) {
+    const auto& side = catalog::side_of(part);
+    const std::string said = side.remark != nullptr ? side.remark(part) : std::string();
+    if (!said.empty()) text += (text.empty() ? "" : "; ") + (what + said);
+  };
+  add("keys: ", recipe.key);
+  add("values: ", recipe.value);
+  return text;
 }
 
 const std::vector<MethodInfo>& methods() {

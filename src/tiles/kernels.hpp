@@ -61,6 +61,9 @@ struct CodePlane {
   int depth = 0;
 };
 
+// Codes of a table at most: 4 bits.
+constexpr int kTableSize = 16;
+
 // Memory that a product asks for while it computes: pages lie anywhere, so no hardware prefetcher finds the next one,
 // and asking for all of it at once would wait for the memory instead.
 struct Ahead {
@@ -76,8 +79,8 @@ enum class Start : std::uint8_t {
 };
 
 // out[n][row] += factor[n] * sum_i code[i][row] * integer_x[n][i], where a code is the sum of what the planes that
-// cover depth index i say and fits 8 bits; at most 32 planes. Sums are integers over kSumDepth depth indices, each
-// converted to float once.
+// cover depth index i say and fits 8 bits; with a table, code c stands for table[c]; at most 32 planes. Sums are
+// integers over kSumDepth depth indices, each converted to float once.
 struct CodeProduct {
   const CodePlane* planes = nullptr;
   int count = 0;
@@ -93,6 +96,7 @@ struct CodeProduct {
   const float* alpha = nullptr;  // [vectors]
   const float* bias = nullptr;   // [vectors]
   Ahead ahead = {};
+  const std::uint8_t* table = nullptr;  // [kTableSize], for codes of at most 4 bits
 };
 
 // out[n][row] += sum_d v[n][d] * tile[d][row]: the same product for rows that are not quantized.
@@ -108,6 +112,23 @@ struct RowProduct {
   float* out = nullptr;
   std::int64_t out_stride = 0;
   Ahead ahead = {};
+};
+
+// out[n][rows[i]] += v[n][depths[i]] * values[i], for i in order: outliers beside a tile. Vectors become lanes, so that
+// an entry is one multiply-add for up to 16 of them.
+struct SparseProduct {
+  const float* values = nullptr;  // [count]
+  const std::uint16_t* rows = nullptr;
+  const std::uint16_t* depths = nullptr;
+  int count = 0;
+  int row_count = 0;  // rows and depth of the tile
+  int depth = 0;
+  const float* v = nullptr;  // [vectors][v_stride]
+  std::int64_t v_stride = 0;
+  int vectors = 0;
+  float* out = nullptr;  // [vectors][out_stride]
+  std::int64_t out_stride = 0;
+  float* scratch = nullptr;  // 16 * (row_count + depth) floats
 };
 
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.
@@ -140,6 +161,7 @@ struct Kernels {
   void (*pack_x)(const PackArgs&) = nullptr;
   void (*multiply_codes)(const CodeProduct&) = nullptr;
   void (*multiply_rows)(const RowProduct&) = nullptr;
+  void (*multiply_sparse)(const SparseProduct&) = nullptr;
   void (*softmax)(const SoftmaxArgs&) = nullptr;
   // out[n][r] = out[n][r] * alpha[n] + bias[n]
   void (*rescale)(float* out, std::int64_t stride, int vectors, int rows, const float* alpha,

@@ -3,7 +3,8 @@
 //
 // A row block (up to 4 row tiles = 64 rows) is multiplied in chunks of depth. A chunk reads its codes either straight
 // from a plane (1 shift and 1 AND per register) or, where several planes make up a code, from bytes that unpack.hpp
-// joined in a buffer in L1, [quad][row tile][16 lanes][4]. Each register of codes then meets all vectors:
+// joined in a buffer in L1, [quad][row tile][16 lanes][4]; codes that index a table are always joined and then replaced
+// by its bytes (1 load, 1 byte shuffle, 1 store per register). Each register of codes then meets all vectors:
 //   VNNI     1 vpdpbusd per vector, 2 for a 16-bit x (its high and its low bytes)
 //   maddubs  1 pmaddubsw and 1 16-bit add per vector, twice for a 16-bit x; 16-bit sums overflow after 127 / largest
 //   code
@@ -198,6 +199,7 @@ struct Program {
 
   explicit Program(const CodeProduct& product) : a(product), cover{product} {
     for (int i = 0; i < a.count; ++i) {
+      if (a.table != nullptr) continue;  // codes that index a table have to be whole
       if (a.vectors <= kFewVectors || cover.is_alone(i)) direct |= std::uint64_t{1} << i;
     }
   }
@@ -273,10 +275,18 @@ struct Program {
         if ((direct >> i & 1) != 0 || !cover.touches(i, cuts[c], cuts[c + 1])) continue;
         max_code += ((1 << a.planes[i].bits) - 1) << a.planes[i].shift;
       }
+      if (max_code > 0 && a.table != nullptr) max_code = 255;
       if (max_code > 0) add_bytes(codes, cuts[c], cuts[c + 1], tiles, max_code);
     }
   }
 };
+
+void LookUp(const std::uint8_t* table, std::uint8_t* codes, int bytes) {
+  const hn::CappedTag<std::uint8_t, kGroupBytes> d;
+  const auto levels = hn::LoadDup128(d, table);
+  const int step = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < bytes; i += step) hn::Store(hn::TableLookupBytes(levels, hn::Load(d, codes + i)), d, codes + i);
+}
 
 void MultiplyCodes(const CodeProduct& a) {
   alignas(64) std::uint8_t codes[kMaxDepth / kQuad * 4 * kGroupBytes];
@@ -291,6 +301,7 @@ void MultiplyCodes(const CodeProduct& a) {
     const int previous = tiles;
     tiles = block_tiles(1, row_tiles(a.rows) - tile);
     if (program.joins()) UnpackTiles(program.cover, program.direct, tile, tiles, codes);
+    if (a.table != nullptr) LookUp(a.table, codes, quads(a.x_depth) * tiles * kGroupBytes);
     for (int quad = 0; quad < quads(a.x_depth); quad += kSumQuads) {
       if (previous == 4 && tiles == 4 && quads(a.x_depth) <= kSumQuads) {
         program.advance();

@@ -80,7 +80,46 @@ void MultiplyRows(const RowProduct& a) {
   if (a.type == DType::bf16) MultiplyRowsOf<hwy::bfloat16_t>(a);
 }
 
+// kWidth vectors from `first` on, as the lanes of [depth][kWidth] and [rows][kWidth].
+template <int kWidth>
+void SparseVectors(const SparseProduct& a, int first, int count) {
+  const hn::CappedTag<float, kWidth> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  float* v = a.scratch;
+  float* out = a.scratch + std::ptrdiff_t{kWidth} * a.depth;
+  for (int n = 0; n < count; ++n) {
+    const float* from = a.v + (first + n) * a.v_stride;
+    for (int i = 0; i < a.depth; ++i) v[i * kWidth + n] = from[i];
+  }
+  for (int n = count; n < kWidth; ++n) {
+    for (int i = 0; i < a.depth; ++i) v[i * kWidth + n] = 0.0F;
+  }
+  for (int i = 0; i < a.row_count * kWidth; i += lanes) hn::StoreU(hn::Zero(d), d, out + i);
+  for (int i = 0; i < a.count; ++i) {
+    const auto value = hn::Set(d, a.values[i]);
+    const float* from = v + a.depths[i] * kWidth;
+    float* to = out + a.rows[i] * kWidth;
+    for (int lane = 0; lane < kWidth; lane += lanes) {
+      hn::StoreU(hn::MulAdd(hn::LoadU(d, from + lane), value, hn::LoadU(d, to + lane)), d, to + lane);
+    }
+  }
+  for (int n = 0; n < count; ++n) {
+    float* to = a.out + (first + n) * a.out_stride;
+    for (int row = 0; row < a.row_count; ++row) to[row] += out[row * kWidth + n];
+  }
+}
+
+void MultiplySparse(const SparseProduct& a) {
+  for (int n = 0; n < a.vectors;) {
+    const int count = a.vectors - n < 16 ? a.vectors - n : 16;
+    if (count <= 4) SparseVectors<4>(a, n, count);
+    if (count > 4) SparseVectors<16>(a, n, count);
+    n += count;
+  }
+}
+
 void FillRows(Kernels& k) {
+  k.multiply_sparse = MultiplySparse;
   k.multiply_rows = MultiplyRows;
 }
 

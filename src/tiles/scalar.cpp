@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "base/half.hpp"
 #include "tiles/plane.hpp"
@@ -49,33 +50,54 @@ int code_at(const std::byte* plane, int bits, int tiles, int lane_tile, int lane
   return (static_cast<int>(plane[byte]) >> (position * bits)) & ((1 << bits) - 1);
 }
 
-// sum of one plane's part of depth indices [begin, end) of x
-std::int64_t plane_sum(const CodeProduct& a, const CodePlane& plane, int row, const std::int16_t* x, int begin,
-                       int end) {
-  std::int64_t sum = 0;
-  for_each_block(plane.bits, a.rows, plane.depth, [&](int first, int tiles, std::size_t offset) {
-    const int inside = row - first * kLanes;
-    if (inside < 0 || inside >= tiles * kLanes) return;
-    for (int d = std::max(begin, plane.first); d < std::min(end, plane.first + plane.depth); ++d) {
-      sum += code_at(plane.plane + offset, plane.bits, tiles, inside / kLanes, inside % kLanes, d - plane.first) * x[d];
-    }
-  });
-  return sum * (1 << plane.shift);
+// One plane as one row sees it.
+struct RowPlane {
+  const CodePlane* plane;
+  const std::byte* block;
+  int tiles;
+  int tile;  // of the row, in its block
+};
+
+std::vector<RowPlane> find_row(const CodeProduct& a, int row) {
+  std::vector<RowPlane> found;
+  for (int i = 0; i < a.count; ++i) {
+    for_each_block(a.planes[i].bits, a.rows, a.planes[i].depth, [&](int first, int tiles, std::size_t offset) {
+      const int tile = row / kLanes - first;
+      if (tile >= 0 && tile < tiles) found.push_back({&a.planes[i], a.planes[i].plane + offset, tiles, tile});
+    });
+  }
+  return found;
+}
+
+// The code of depth index d, all planes joined.
+int joined_code(const std::vector<RowPlane>& planes, int row, int d) {
+  int code = 0;
+  for (const RowPlane& p : planes) {
+    const int inside = d - p.plane->first;
+    if (inside < 0 || inside >= p.plane->depth) continue;
+    code += code_at(p.block, p.plane->bits, p.tiles, p.tile, row % kLanes, inside) << p.plane->shift;
+  }
+  return code;
 }
 
 void multiply_codes(const CodeProduct& a) {
   const auto* x = reinterpret_cast<const std::int16_t*>(a.x);
   const int padded = base::round_up(a.x_depth, kDepthPad);
-  for (int n = 0; n < a.vectors; ++n) {
-    for (int row = 0; row < base::round_up(a.rows, kLanes); ++row) {
+  std::vector<int> codes(static_cast<std::size_t>(a.x_depth));
+  for (int row = 0; row < base::round_up(a.rows, kLanes); ++row) {
+    const std::vector<RowPlane> planes = find_row(a, row);
+    for (int d = 0; d < a.x_depth; ++d) {
+      const int code = joined_code(planes, row, d);
+      codes[static_cast<std::size_t>(d)] = a.table != nullptr ? a.table[code] : code;
+    }
+    for (int n = 0; n < a.vectors; ++n) {
       float& out = a.out[n * a.out_stride + row];
       if (a.start == Start::replace) out = a.bias[n];
       if (a.start == Start::rescale) out = out * a.alpha[n] + a.bias[n];
       for (int begin = 0; begin < a.x_depth; begin += kSumDepth) {
         std::int64_t sum = 0;
-        for (int i = 0; i < a.count; ++i) {
-          sum += plane_sum(a, a.planes[i], row, x + std::ptrdiff_t{n} * padded, begin,
-                           std::min(begin + kSumDepth, a.x_depth));
+        for (int d = begin; d < std::min(begin + kSumDepth, a.x_depth); ++d) {
+          sum += codes[static_cast<std::size_t>(d)] * x[std::ptrdiff_t{n} * padded + d];
         }
         out = out + a.factor[n] * static_cast<float>(sum);
       }
@@ -91,6 +113,14 @@ void multiply_rows(const RowProduct& a) {
         sum += a.v[n * a.v_stride + d] * base::load_float(a.tile, a.type, d * a.tile_stride + row);
       }
       a.out[n * a.out_stride + row] += sum;
+    }
+  }
+}
+
+void multiply_sparse(const SparseProduct& a) {
+  for (int n = 0; n < a.vectors; ++n) {
+    for (int i = 0; i < a.count; ++i) {
+      a.out[n * a.out_stride + a.rows[i]] += a.v[n * a.v_stride + a.depths[i]] * a.values[i];
     }
   }
 }
@@ -244,6 +274,7 @@ Kernels scalar_kernels() {
   k.pack_x = pack_x;
   k.multiply_codes = multiply_codes;
   k.multiply_rows = multiply_rows;
+  k.multiply_sparse = multiply_sparse;
   k.softmax = softmax;
   k.rescale = rescale;
   k.dot = dot;

@@ -63,6 +63,7 @@ TEST(DevicePage, RefusesWhatHasNoKernels) {
   refused("kivi:k=1,v=4", shape, "1");
   refused("kivi:page=64", shape, "page");
   refused("f16", shape, "f16");
+  refused("k=zipcache,v=kivi:4", shape, "orders the tokens");
   refused("kivi", {1, 80, 128, DType::f16}, "80");
   refused("kivi", {1, 128, 128, DType::f32}, "f32");
 }

@@ -30,10 +30,10 @@ inline double half_step(double min, double max, int width, DType dtype) {
 
 }  // namespace detail
 
-// Bits per channel of a sealed page's keys.
-inline std::vector<int> key_widths(const PageStore& store, std::int64_t page, int head) {
-  const cache::TileView view(store.layout(), store.layout().key, store.sealed_block(page).data(), head);
-  const auto depth = static_cast<std::size_t>(store.layout().key.depth);
+// Bits per channel of a sealed page's keys, in one of its key tiles.
+inline std::vector<int> key_widths(const PageStore& store, std::int64_t page, int head, const TileLayout& tile) {
+  const cache::TileView view(store.layout(), tile, store.sealed_block(page).data(), head);
+  const auto depth = static_cast<std::size_t>(tile.depth);
   std::vector<std::uint16_t> order(depth);
   std::vector<int> levels(depth), widths(depth);
   view.order(order.data());
@@ -42,9 +42,49 @@ inline std::vector<int> key_widths(const PageStore& store, std::int64_t page, in
   return widths;
 }
 
-inline int value_bits(const Recipe& recipe) {
-  const auto* kivi = std::get_if<KiviValues>(&recipe.value);
-  return kivi != nullptr ? kivi->bits : std::get<WaterfillValues>(recipe.value).bits;
+inline std::vector<int> key_widths(const PageStore& store, std::int64_t page, int head) {
+  return key_widths(store, page, head, store.layout().key);
+}
+
+// Which tokens of a sealed page are salient for a head; all false where a page has no classes.
+inline std::vector<bool> salient_tokens(const PageStore& store, std::int64_t page, int head) {
+  std::vector<bool> salient(static_cast<std::size_t>(store.recipe().page));
+  const std::uint8_t* tokens = cache::token_order(store.layout(), store.sealed_block(page).data(), head);
+  for (int i = 0; i < store.layout().salient; ++i) salient[tokens[i]] = true;
+  return salient;
+}
+
+inline int value_bits(const Recipe& recipe, bool salient) {
+  if (const auto* kivi = std::get_if<KiviValues>(&recipe.value)) return kivi->bits;
+  if (const auto* zipcache = std::get_if<ZipcacheValues>(&recipe.value))
+    return salient ? zipcache->high : zipcache->low;
+  if (const auto* kvquant = std::get_if<KvquantValues>(&recipe.value)) return kvquant->bits;
+  return std::get<WaterfillValues>(recipe.value).bits;
+}
+
+// A vector coded with a table of levels: what lies beyond the range of all but the per_end smallest and largest comes
+// back as it was, the rest within half of the widest gap between levels (and half a step of the table's grid).
+inline void expect_close_to_levels(const std::vector<double>& from, const std::vector<double>& to,
+                                   const TileLayout& tile) {
+  std::vector<double> sorted = from;
+  std::sort(sorted.begin(), sorted.end());
+  const std::size_t outside =
+      std::min<std::size_t>(static_cast<std::size_t>(tile.outliers.per_end), (from.size() - 1) / 2);
+  const double min = sorted[outside];
+  const double max = sorted[from.size() - 1 - outside];
+  int gap = 0, bits = 0;
+  for (const PlaneLayout& plane : tile.planes) bits += plane.bits;
+  for (int c = 1; c < 1 << bits; ++c) {
+    gap = std::max(gap, tile.table[static_cast<std::size_t>(c)] - tile.table[static_cast<std::size_t>(c) - 1]);
+  }
+  const double limit = (max - min) * (gap + 1) / 2 / 254 + std::max(std::fabs(min), std::fabs(max)) * 1e-6;
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    if (from[i] < min || from[i] > max) {
+      ASSERT_EQ(from[i], to[i]) << i;
+    } else {
+      ASSERT_LE(std::fabs(from[i] - to[i]), limit) << i;
+    }
+  }
 }
 
 // Rows as a value tile stores them: multiplied by the Hadamard matrix H[i][j] = (-1)^|i & j| and divided by its size.
@@ -67,10 +107,19 @@ class SealCheck {
   SealCheck(const PageStore& store, std::int64_t page, const Snapshot& before, const Snapshot& after)
       : store_(store), shape_(store.shape()), page_(page), before_(before), after_(after) {}
 
-  void run() const {
+  void run() {
+    const PageLayout& layout = store_.layout();
     for (int head = 0; head < shape_.kv_heads; ++head) {
+      salient_.push_back(salient_tokens(store_, page_, head));
+      factors_.push_back(expected_factors(head));
       const std::vector<int> widths = key_widths(store_, page_, head);
-      for (int d = 0; d < shape_.key_dim; ++d) check_channel(head, d, widths[static_cast<std::size_t>(d)]);
+      const bool classes = layout.key_rest.rows > 0;
+      const std::vector<int> others = classes ? key_widths(store_, page_, head, layout.key_rest) : widths;
+      for (int d = 0; d < shape_.key_dim; ++d) {
+        const auto channel = static_cast<std::size_t>(d);
+        check_channel(head, d, widths[channel], [&](std::size_t t) { return !classes || salient_.back()[t]; });
+        check_channel(head, d, others[channel], [&](std::size_t t) { return classes && !salient_.back()[t]; });
+      }
     }
     const bool shared = store_.layout().value.shared_grid;
     for (int t = 0; t < store_.impl().valid_cells(page_); ++t) {
@@ -100,10 +149,26 @@ class SealCheck {
     ASSERT_LE(sum, limit * limit * static_cast<double>(from.size())) << "page " << page_;
   }
 
-  void check_channel(int head, int d, int width) const {
+  // ZipCache's: the root of the largest magnitude of the tokens that are coded, rounded as stored.
+  std::vector<double> expected_factors(int head) const {
+    std::vector<double> factors(static_cast<std::size_t>(shape_.value_dim), 1.0);
+    if (!store_.layout().value.channel_factors) return factors;
+    for (std::size_t d = 0; d < factors.size(); ++d) {
+      float largest = 0;
+      for (int t = 0; t < store_.impl().valid_cells(page_); ++t) {
+        if (!is_exact(t)) largest = std::max(largest, std::fabs(before_.values[at(t, head, shape_.value_dim) + d]));
+      }
+      factors[d] = largest > 0 ? rounded_to(shape_.dtype, std::sqrt(largest)) : 1.0;
+    }
+    return factors;
+  }
+
+  template <typename Belongs>
+  void check_channel(int head, int d, int width, const Belongs& belongs) const {
     std::vector<double> from, to;
     for (int t = 0; t < store_.impl().valid_cells(page_); ++t) {
       const std::size_t i = at(t, head, shape_.key_dim) + static_cast<std::size_t>(d);
+      if (!belongs(static_cast<std::size_t>(t))) continue;
       if (is_exact(t)) {
         ASSERT_EQ(before_.keys[i], after_.keys[i]);
       } else {
@@ -112,6 +177,7 @@ class SealCheck {
       }
     }
     if (from.empty()) return;
+    if (!store_.layout().key.table.empty()) return expect_close_to_levels(from, to, store_.layout().key);
     const auto [min, max] = std::minmax_element(from.begin(), from.end());
     compare(from, to, detail::half_step(*min, *max, width, shape_.dtype), store_.layout().key.least_squares);
   }
@@ -130,14 +196,33 @@ class SealCheck {
       return;
     }
     const TileLayout& tile = store_.layout().value;
+    if (!tile.table.empty()) return expect_close_to_levels(from, to, tile);
     from = rotated(from, tile.rotation);
     to = rotated(to, tile.rotation);
+    const auto channels = static_cast<std::size_t>(shape_.value_dim);
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      const double factor = factors_[static_cast<std::size_t>(first_head) + i / channels][i % channels];
+      from[i] /= factor;
+      to[i] /= factor;
+    }
     const auto [min, max] = std::minmax_element(from.begin(), from.end());
-    double limit = detail::half_step(*min, *max, value_bits(store_.recipe()), shape_.dtype);
-    // Rotated endpoints are no values of the cache's type.
+    // Rotated or divided endpoints are no values of the cache's type.
     const double precision = shape_.dtype == DType::bf16 ? 1.0 / 256 : (shape_.dtype == DType::f16 ? 1.0 / 2048 : 1e-6);
-    if (tile.rotation > 1) limit += precision * std::max(std::fabs(*min), std::fabs(*max)) + 1e-7;
-    compare(from, to, limit, tile.least_squares);
+    const bool rounded = tile.rotation > 1 || tile.channel_factors;
+    const double rounding = rounded ? precision * std::max(std::fabs(*min), std::fabs(*max)) + 1e-7 : 0;
+    const auto limit = [&](std::size_t head) {
+      const int bits = value_bits(store_.recipe(), salient_[head][static_cast<std::size_t>(t)]);
+      return detail::half_step(*min, *max, bits, shape_.dtype) + rounding;
+    };
+    if (!tile.channel_factors)
+      return compare(from, to, limit(static_cast<std::size_t>(first_head)), tile.least_squares);
+    for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
+      const auto part = [&](const std::vector<double>& all) {
+        const auto begin = all.begin() + static_cast<std::ptrdiff_t>(h * channels);
+        return std::vector<double>(begin, begin + shape_.value_dim);
+      };
+      compare(part(from), part(to), limit(static_cast<std::size_t>(first_head) + h), false);
+    }
   }
 
   const PageStore& store_;
@@ -145,6 +230,8 @@ class SealCheck {
   std::int64_t page_;
   const Snapshot& before_;
   const Snapshot& after_;
+  std::vector<std::vector<bool>> salient_;    // [head][token]
+  std::vector<std::vector<double>> factors_;  // [head][channel], 1 where a recipe has none
 };
 
 inline void expect_close(const PageStore& store, std::int64_t page, const Snapshot& before, const Snapshot& after) {

@@ -18,7 +18,14 @@ const char* const kRecipes[] = {"f16",
                                 "kitty:boost=0.25,window=0",
                                 "waterfill:k=2.5,v=2,sink=4,window=0",
                                 "waterfill:k=3,v=3,high=6,shared=1,window=32,page=64",
-                                "waterfill:k=4,low=2,high=6,v=4,rotate=0,window=0,page=32"};
+                                "waterfill:k=4,low=2,high=6,v=4,rotate=0,window=0,page=32",
+                                "kvquant:window=0",
+                                "kvquant:k=4,v=2,outliers=0,voutliers=0.1,window=32,page=32",
+                                "k=kvquant:2,v=waterfill:3,sink=3,outliers=0.05,window=0,page=64",
+                                "zipcache:window=0",
+                                "zipcache:salient=0.3,high=7,low=3,vhigh=5,vlow=1,sink=9,window=20,page=32",
+                                "k=zipcache,v=waterfill:3,shared=1,salient=0.05,window=0",
+                                "k=waterfill:3,v=zipcache,sink=4,salient=0.9,window=0,page=64"};
 
 bool can_store(const char* recipe, int key_dim) {
   return std::string(recipe).find("waterfill") == std::string::npos || key_dim % 4 == 0;
@@ -66,8 +73,9 @@ TEST_P(KernelAttention, GroupsAndQueryRows) {
       EXPECT_LT(o1_error(parse_recipe("kivi:k=2,v=2,window=0"), c), testing::kTolerance)
           << heads << "x" << group << " " << rows;
       EXPECT_LT(o1_error(parse_recipe("kitty:sink=5"), c), testing::kTolerance) << heads << "x" << group << " " << rows;
-      EXPECT_LT(o1_error(parse_recipe("waterfill:sink=5,shared=1"), c), testing::kTolerance)
-          << heads << "x" << group << " " << rows;
+      for (const char* text : {"waterfill:sink=5,shared=1", "kvquant:sink=5"}) {
+        EXPECT_LT(o1_error(parse_recipe(text), c), testing::kTolerance) << text << heads << "x" << group << " " << rows;
+      }
     }
   }
 }
@@ -76,7 +84,7 @@ TEST_P(KernelAttention, LengthsAroundPagesAndSinks) {
   const ForcedKernel forced(GetParam());
   for (const std::int64_t tokens : {1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 384}) {
     for (const char* text : {"kivi:k=4,v=4,window=0", "kitty:window=16,sink=32", "kivi:page=32,k=2,window=0,sink=4",
-                             "waterfill:window=16,sink=32"}) {
+                             "waterfill:window=16,sink=32", "kvquant:page=32,window=0,sink=31"}) {
       const Case c{{1, 64, 64, DType::f16}, 3, tokens, 1};
       EXPECT_LT(o1_error(parse_recipe(text), c), testing::kTolerance) << text << " S=" << tokens;
     }

@@ -13,7 +13,8 @@ using testing::Rows;
 
 constexpr CacheShape kShape{2, 32, 24, DType::f16};
 const char* const kRecipes[] = {"kivi:k=4,v=4,page=32,window=32", "kivi:k=2,v=2,page=32,window=32,sink=4",
-                                "kitty:page=32,window=32,sink=0", "waterfill:page=32,window=32"};
+                                "kitty:page=32,window=32,sink=0", "waterfill:page=32,window=32",
+                                "kvquant:page=32,window=32",      "zipcache:page=32,window=32"};
 
 Rows slice(const Rows& rows, std::int64_t first, std::int64_t count) {
   Rows part = rows;

@@ -22,6 +22,9 @@ const Golden kGolden[] = {
     {"waterfill", "waterfill:k=2.5,v=2,page=64,window=0,sink=4", true},
     {"waterfill-blind", "waterfill:k=3,v=3,low=1,high=6,shared=1,page=32,window=0,sink=0", false},
     {"waterfill-range", "waterfill:k=4,v=4,low=2,high=6,grid=range,vgrid=range,rotate=0,page=32,window=0,sink=0", true},
+    {"kvquant", "kvquant:k=3,v=3,outliers=0.05,voutliers=0.1,page=32,window=0,sink=1", false},
+    {"zipcache", "zipcache:page=64,window=0,sink=2", true},
+    {"zipcache-norm", "zipcache:saliency=norm,salient=0.3,high=3,low=1,vhigh=6,vlow=3,page=32,window=0", false},
 };
 
 // Whole numbers, so that the data do not depend on any library's random generator; louder channels further on.

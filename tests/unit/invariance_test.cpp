@@ -21,7 +21,12 @@ const char* const kRecipes[] = {"f16",
                                 "kitty:boost=0.25,window=0,sink=32,page=32",
                                 "kitty:boost=0.25,window=128,page=32",
                                 "waterfill:k=2.5,v=2,window=0,sink=4,page=32",
-                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64"};
+                                "waterfill:k=3,high=6,v=3,shared=1,window=40,page=64",
+                                "kvquant:k=2,v=3,window=0,page=32",
+                                "kvquant:k=3,v=4,outliers=0.1,voutliers=0.05,window=24,sink=5,page=32",
+                                "zipcache:window=0,sink=4,page=32",
+                                "zipcache:salient=0.3,high=5,low=1,window=40,page=64",
+                                "k=kitty,v=zipcache,saliency=norm,window=40,page=32"};
 const CacheShape kShape{2, 20, 12, DType::f16};
 
 Cache in_chunks(const std::string& recipe, const Rows& rows, const std::function<std::int64_t()>& next) {
@@ -65,6 +70,9 @@ TEST_P(Invariance, OneCallChunksOrOneByOne) {
 TEST_P(Invariance, TrimsInsideTheWindowLeaveNoTrace) {
   const std::int64_t window = parse_recipe(GetParam()).window;
   if (window == 0) return;  // any trim would be too deep
+  // Salient tokens are told by the queries of the window, which rejected drafts that seal a page early have taken part
+  // in.
+  if (testing::filled(GetParam(), make_rows(kShape, 1)).store().impl().probes) return;
   const Rows rows = make_rows(kShape, 500, 3);
   const Rows drafts = make_rows(kShape, 500, 4);
   for (std::uint32_t seed = 1; seed <= 5; ++seed) {
@@ -128,7 +136,7 @@ TEST_P(Invariance, SavedAndLoadedCachesGoOnAlike) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Invariance, ::testing::ValuesIn(kRecipes), [](const auto& info) {
-  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find(':'));
+  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find_first_of(":="));
 });
 
 // ---- random sequences over a batch of caches, each beside a plain list of its tokens
@@ -260,7 +268,7 @@ TEST_P(RandomCache, EqualsAPlainList) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, RandomCache, ::testing::ValuesIn(kRecipes), [](const auto& info) {
-  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find(':'));
+  return std::to_string(info.index) + std::string(info.param).substr(0, std::string(info.param).find_first_of(":="));
 });
 
 // Forks share buffers and sealed pages behind the scenes; each may live in a thread of its own.

@@ -75,7 +75,7 @@ std::vector<float> random_mask(std::int64_t rows, std::int64_t tokens, std::uint
 }
 
 TEST(Mask, AdditiveInBothTypesSharedByHeads) {
-  for (const char* recipe : {"f16", "kivi:k=4,v=4,window=0", "kitty:window=0,sink=5"}) {
+  for (const char* recipe : {"f16", "kivi:k=4,v=4,window=0", "kitty:window=0,sink=5", "zipcache:window=0,sink=5"}) {
     for (const DType type : {DType::f32, DType::f16}) {
       Scene scene(recipe, 300, 5);
       const std::vector<float> mask = random_mask(5, 300, 11);
@@ -96,18 +96,20 @@ TEST(Mask, AdditiveInBothTypesSharedByHeads) {
 }
 
 TEST(Mask, OfEachHeadItsOwn) {
-  Scene scene("kivi:k=2,v=2,window=0", 260, 2);
-  const std::vector<float> mask = random_mask(12, 260, 12);  // [heads][rows]: strides are free
-  AttentionOptions options;
-  options.mask = {mask.data(), DType::f32, 260, 2 * 260};
-  scene.attend(options);
-  Bias bias(static_cast<std::size_t>(2 * 6 * 260));
-  for (std::size_t r = 0; r < 2; ++r) {
-    for (std::size_t h = 0; h < 6; ++h) {
-      for (std::size_t t = 0; t < 260; ++t) bias[(r * 6 + h) * 260 + t] = mask[(h * 2 + r) * 260 + t];
+  for (const char* recipe : {"kivi:k=2,v=2,window=0", "k=zipcache,v=kivi,window=0"}) {
+    Scene scene(recipe, 260, 2);
+    const std::vector<float> mask = random_mask(12, 260, 12);  // [heads][rows]: strides are free
+    AttentionOptions options;
+    options.mask = {mask.data(), DType::f32, 260, 2 * 260};
+    scene.attend(options);
+    Bias bias(static_cast<std::size_t>(2 * 6 * 260));
+    for (std::size_t r = 0; r < 2; ++r) {
+      for (std::size_t h = 0; h < 6; ++h) {
+        for (std::size_t t = 0; t < 260; ++t) bias[(r * 6 + h) * 260 + t] = mask[(h * 2 + r) * 260 + t];
+      }
     }
+    EXPECT_LT(testing::relative_error(scene.out, scene.expect(bias).out), testing::kTolerance) << recipe;
   }
-  EXPECT_LT(testing::relative_error(scene.out, scene.expect(bias).out), testing::kTolerance);
 }
 
 // Slopes of 6 heads: 4 of the powers of 2^-2, then every other of the finer series (Press et al., section 3).

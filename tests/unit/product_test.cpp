@@ -106,6 +106,44 @@ TEST_P(Product, LargestSumsAreExact) {
   }
 }
 
+// Codes that stand for the bytes of a table: the same product as with those bytes as codes.
+TEST_P(Product, TablesReplaceCodesExactly) {
+  for (const int width : {2, 3, 4}) {
+    std::vector<std::uint8_t> table(tiles::kTableSize);
+    for (int c = 1; c < 1 << width; ++c)
+      table[static_cast<std::size_t>(c)] = static_cast<std::uint8_t>(255 - 13 * (c % 5) - c);
+    for (const auto& [rows, depth] : {std::pair{64, 1024}, std::pair{3, 5}, std::pair{112, 44}, std::pair{128, 128}}) {
+      Codes codes = testing::random_codes(rows, depth, width, static_cast<std::uint32_t>(rows + depth));
+      std::vector<Plane> data;
+      std::vector<tiles::CodePlane> planes;
+      for (int shift = 0; shift < width;) {
+        const int bits = width - shift >= 4 ? 4 : (width - shift >= 2 ? 2 : 1);
+        data.push_back(testing::pack(set, codes, bits, shift));
+        planes.push_back({data.back().data(), bits, shift, 0, depth});
+        shift += bits;
+      }
+      const int vectors = 1 + depth % 6;
+      for (const bool wide : {true, false}) {
+        const std::vector<float> v = random_integers(vectors, depth, wide, 9);
+        const std::vector<float> step(static_cast<std::size_t>(depth), 1.0F);
+        const std::vector<float> factor(static_cast<std::size_t>(vectors), 0.37F);
+        const PackedX x = testing::pack_x(set, v, vectors, depth, step, wide, 0);
+        std::vector<float> out(static_cast<std::size_t>(vectors * codes.stride), 3.5F);
+        tiles::CodeProduct product{planes.data(), static_cast<int>(planes.size()),
+                                   rows,          x.words.data(),
+                                   depth,         vectors,
+                                   wide,          factor.data(),
+                                   out.data(),    codes.stride};
+        product.table = table.data();
+        set.multiply_codes(product);
+        Codes levels = codes;
+        for (std::uint8_t& code : levels.data) code = table[code];
+        ASSERT_EQ(out, int64_reference(levels, v, vectors, factor, 3.5F)) << width << " " << rows << "x" << depth;
+      }
+    }
+  }
+}
+
 // A run of depth indices whose codes have `width` bits, and the planes that hold them: 4-bit planes at the top.
 struct Segment {
   int first = 0;

@@ -16,7 +16,7 @@ Recipe random_recipe(std::mt19937& random) {
     const int list[] = {choices...};
     return list[random() % sizeof...(choices)];
   };
-  Recipe recipe = parse_recipe(std::array{"kivi", "kitty", "waterfill"}[random() % 3]);
+  Recipe recipe = parse_recipe(std::array{"kivi", "kitty", "waterfill", "kvquant", "zipcache"}[random() % 5]);
   recipe.page = pick(32, 64, 128, 256);
   recipe.sink = static_cast<int>(random() % static_cast<unsigned>(recipe.page + 1));
   recipe.window = static_cast<int>(random() % 65537);
@@ -31,6 +31,18 @@ Recipe random_recipe(std::mt19937& random) {
     keys->high = keys->low + pick(0, 1, 2, 3);
     keys->bits = keys->low + (keys->high - keys->low) * (static_cast<double>(random()) / std::mt19937::max());
     keys->grid = pick(0, 1) != 0 ? Grid::range : Grid::least_squares;
+  }
+  const auto share = [&] { return 0.1 * static_cast<double>(random()) / static_cast<double>(std::mt19937::max()); };
+  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share()};
+  if (auto* values = std::get_if<KvquantValues>(&recipe.value)) *values = {pick(2, 3, 4), share()};
+  if (auto* values = std::get_if<ZipcacheValues>(&recipe.value)) {
+    values->low = pick(1, 2, 3, 4);
+    values->high = values->low + pick(1, 2, 3, 4);
+    values->salient = (1 + static_cast<double>(random() % 98)) / 100;
+    values->saliency = pick(0, 1) != 0 ? Saliency::norm : Saliency::attention;
+    const int low = pick(1, 2, 3, 4);
+    recipe.key = ZipcacheKeys{values->salient, values->saliency, low + pick(1, 2, 3, 4), low};
+    if (pick(0, 1) != 0) recipe.key = KiviKeys();
   }
   if (auto* keys = std::get_if<KiviKeys>(&recipe.key)) keys->bits = 1 + static_cast<int>(random() % 8);
   if (auto* keys = std::get_if<KittyKeys>(&recipe.key)) {
@@ -69,6 +81,31 @@ TEST(Recipe, SidesCombineFreely) {
   EXPECT_EQ(to_text(recipe), "kitty:boost=0.125,v=4,sink=4,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("v=kivi:3,k=kivi:2")), "kivi:k=2,v=3,sink=0,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("k=f16,v=f16")), "f16");
+}
+
+TEST(Recipe, BothSidesOfZipcacheShareTheirClasses) {
+  EXPECT_EQ(to_text(parse_recipe("zipcache")),
+            "zipcache:salient=0.6,saliency=attention,high=4,low=2,vhigh=4,vlow=2,sink=0,window=100,page=128,x=16");
+  const Recipe both = parse_recipe("zipcache:salient=0.4,saliency=norm,high=3,low=1,vhigh=5");
+  EXPECT_EQ(std::get<ZipcacheKeys>(both.key), (ZipcacheKeys{0.4, Saliency::norm, 3, 1}));
+  EXPECT_EQ(std::get<ZipcacheValues>(both.value), (ZipcacheValues{0.4, Saliency::norm, 5, 2}));
+  EXPECT_EQ(parse_recipe("k=zipcache,v=zipcache,salient=0.4,saliency=norm,high=3,low=1,vhigh=5,window=100"), both);
+  EXPECT_EQ(to_text(parse_recipe("k=zipcache,v=kivi:3,salient=0.25")),
+            "k=zipcache,v=kivi:3,salient=0.25,saliency=attention,high=4,low=2,sink=0,window=128,page=128,x=16");
+  // `low` and `high` are those of the keys, whatever they are.
+  EXPECT_EQ(
+      to_text(parse_recipe("k=waterfill:3,v=zipcache,low=2,high=4,vlow=1")),
+      "k=waterfill:3,v=zipcache,low=2,high=4,grid=ls,salient=0.6,saliency=attention,vhigh=4,vlow=1,sink=0,window=128,"
+      "page=128,x=16");
+  Recipe apart = both;
+  std::get<ZipcacheKeys>(apart.key).salient = 0.5;
+  expect_error(ErrorCode::invalid_argument, {"salient", "one set"}, [&] { validate(apart); });
+  expect_error(ErrorCode::invalid_argument, {"salient", "'0'", "above 0"}, [] { parse_recipe("zipcache:salient=0"); });
+  expect_error(ErrorCode::invalid_argument, {"salient", "'1'"}, [] { parse_recipe("k=kivi,v=zipcache,salient=1"); });
+  expect_error(ErrorCode::invalid_argument, {"saliency", "'random'", "norm"},
+               [] { parse_recipe("zipcache:saliency=random"); });
+  expect_error(ErrorCode::invalid_argument, {"high", "'2'", "3 to 6"}, [] { parse_recipe("zipcache:high=2"); });
+  expect_error(ErrorCode::invalid_argument, {"vlow", "'5'"}, [] { parse_recipe("zipcache:vlow=5"); });
 }
 
 TEST(Recipe, PresetsAreRecipesThatOptionsMayChange) {
@@ -130,7 +167,7 @@ TEST(Recipe, MethodsAreListedWithTheirDefaults) {
     EXPECT_EQ(to_text(parse_recipe(info.name)), info.default_recipe);
     EXPECT_FALSE(info.summary.empty());
   }
-  EXPECT_EQ(names, (std::vector<std::string>{"f16", "kivi", "kitty", "waterfill"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"f16", "kivi", "kitty", "waterfill", "kvquant", "zipcache"}));
 }
 
 TEST(Recipe, BadTextIsNamedInTheError) {
@@ -160,6 +197,11 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kivi:k=99999999999999999999", {"'k'", "99999999999999999999"}},
       {"kivi:k=4=4", {"'k'", "'4=4'"}},
       {"kivi:k=4,k=4", {"'k'", "twice"}},
+      {"kvquant:k=5", {"'k'", "'5'", "2 to 4"}},
+      {"kvquant:v=1", {"'v'", "'1'", "2 to 4"}},
+      {"kvquant:outliers=0.2", {"'outliers'", "'0.2'", "0 to 0.1"}},
+      {"kvquant:voutliers=-1", {"'voutliers'", "'-1'", "0 to 0.1"}},
+      {"k=kvquant:3,v=kivi:4,voutliers=0", {"'voutliers'", "outliers"}},
       {"kivi:sink=129", {"'sink'", "129", "page (128)"}},
       {"kivi:sink=64,page=32", {"'sink'", "page (32)"}},
       {"kivi:window=65537", {"'window'", "65537", "65536"}},
@@ -280,6 +322,11 @@ TEST(Layout, BitsPerValueEqualHandComputedFigures) {
       {"waterfill:k=2.5,v=2", 128, 8.0 * (5824 + 4608) / (128 * 256)},
       {"waterfill:k=2.5,v=2", 64, 8.0 * (2944 + 2560) / (128 * 128)},
       {"waterfill:k=3,v=3,shared=1", 128, 8.0 * (2 * (6848 + 6144) + 512) / (2 * 128 * 256)},
+      // A head: 77 salient tokens in 80 rows of 4 bits and 51 in 64 of 2, two grids of 128 channels; values 128 x 2
+      // bits and 80 x 2 more, 128 factors; the order. Then the grid of 128 tokens over both heads.
+      {"zipcache", 128, 8.0 * (2 * (5120 + 512 + 2048 + 512 + 4096 + 2560 + 256 + 128) + 512) / (2 * 128 * 256)},
+      {"zipcache:salient=0.625", 128,
+       8.0 * (2 * (5120 + 512 + 1536 + 512 + 4096 + 2560 + 256 + 128) + 512) / (2 * 128 * 256)},
       {"f16", 128, 16},
   };
   for (const Figure& figure : figures) {
@@ -291,14 +338,15 @@ TEST(Layout, BitsPerValueEqualHandComputedFigures) {
 }
 
 TEST(Layout, EverythingInsideAPageIsAlignedAndApart) {
-  for (const char* text : {"kivi:k=3,v=5", "kitty:boost=0.1,v=3", "kitty:boost=0.3,page=32", "kivi:k=7,v=1,page=256",
-                           "waterfill:k=3,v=3,shared=1", "waterfill:page=32"}) {
+  for (const char* text :
+       {"kivi:k=3,v=5", "kitty:boost=0.1,v=3", "kitty:boost=0.3,page=32", "kivi:k=7,v=1,page=256",
+        "waterfill:k=3,v=3,shared=1", "waterfill:page=32", "zipcache", "k=zipcache,v=kivi,page=32"}) {
     for (const DType dtype : {DType::f16, DType::f32}) {
       for (const int dim : {1, 5, 40, 72, 80, 128, 1017}) {
         if (std::string(text).starts_with("waterfill") && dim % 4 != 0) continue;
         const PageLayout layout = make_layout(parse_recipe(text), {3, dim, dim + 7, dtype});
         std::vector<std::pair<std::size_t, std::size_t>> spans;  // offset, bytes
-        for (const TileLayout* tile : {&layout.key, &layout.value}) {
+        for (const TileLayout* tile : {&layout.key, &layout.key_rest, &layout.value}) {
           for (const PlaneLayout& plane : tile->planes) {
             EXPECT_EQ(plane.offset % 64, 0U);
             spans.emplace_back(plane.offset, plane.bytes);
@@ -309,8 +357,10 @@ TEST(Layout, EverythingInsideAPageIsAlignedAndApart) {
           const auto endpoints = static_cast<std::size_t>(tile->depth) * size_of(dtype);
           spans.emplace_back(tile->min_offset, endpoints);
           spans.emplace_back(tile->max_offset, endpoints);
+          if (tile->channel_factors) spans.emplace_back(tile->factor_offset, tile->rows * size_of(dtype));
           spans.emplace_back(tile->order_offset, static_cast<std::size_t>(tile->depth * tile->order_entry));
         }
+        if (layout.salient > 0) spans.emplace_back(layout.tokens_offset, layout.value.depth);
         std::sort(spans.begin(), spans.end());
         for (std::size_t i = 0; i + 1 < spans.size(); ++i) {
           EXPECT_LE(spans[i].first + spans[i].second, spans[i + 1].first) << text << " D=" << dim;

@@ -199,7 +199,14 @@ const Fuzzed kFuzzed[] = {
     {"waterfill:k=2.5,v=2,page=32,window=10,sink=4", {2, 12, 10, DType::f16}, 150},
     {"waterfill:k=3,high=6,v=3,shared=1,page=64,window=0,sink=0", {2, 8, 8, DType::f32}, 140},
     {"waterfill:k=4,low=2,high=6,v=4,shared=1,vgrid=range,page=32,window=3,sink=3", {3, 8, 6, DType::bf16}, 140},
+    {"zipcache:page=32,window=10,sink=4", {2, 12, 10, DType::f16}, 150},
+    {"zipcache:saliency=norm,salient=0.4,high=6,low=3,vhigh=3,page=64,window=0", {2, 8, 8, DType::f32}, 140},
+    {"k=zipcache,v=waterfill:4,shared=1,vgrid=range,page=32,window=3,sink=3", {3, 8, 6, DType::bf16}, 140},
+    {"k=kitty,v=zipcache,page=32,window=0", {1, 16, 8, DType::bf16}, 150},
     {"waterfill:k=2,grid=range,v=5,rotate=0,page=32,window=0", {1, 16, 8, DType::f16}, 150},
+    {"kvquant:k=3,v=2,page=32,window=0", {2, 5, 7, DType::f16}, 150},
+    {"kvquant:k=2,v=4,outliers=0.1,voutliers=0.1,page=32,window=10,sink=30", {3, 8, 6, DType::bf16}, 140},
+    {"kvquant:k=4,v=3,outliers=0,voutliers=0.02,page=64,window=3,sink=3", {1, 6, 300, DType::f32}, 140},
 };
 INSTANTIATE_TEST_SUITE_P(Recipes, RandomStore, ::testing::ValuesIn(kFuzzed), [](const auto& info) {
   std::string name = info.param.recipe;

@@ -1,0 +1,109 @@
+#include "methods/kvquant/kvquant.hpp"
+
+#include "base/checked.hpp"
+
+namespace kvant::catalog {
+namespace {
+
+constexpr double kMostOutliers = 0.1;
+constexpr int kLargest = 127;  // the end level; a table holds level + 127
+
+// The upper halves of the Lloyd-Max levels of a normal distribution with 4, 8 and 16 levels (Max 1960, table I),
+// scaled to end at 127: 1.510, 2.152 and 2.733 standard deviations.
+std::vector<int> normal_levels(int bits) {
+  if (bits == 2) return {38, 127};
+  if (bits == 3) return {14, 45, 79, 127};
+  return {6, 18, 31, 44, 58, 75, 96, 127};
+}
+
+// Both halves as steps of the grid from 0 to 254; entries that no code reaches are 0.
+std::vector<std::uint8_t> normal_table(int bits) {
+  const std::vector<int> upper = normal_levels(bits);
+  std::vector<std::uint8_t> table(16);
+  for (std::size_t i = 0; i < upper.size(); ++i) {
+    table[upper.size() + i] = static_cast<std::uint8_t>(kLargest + upper[i]);
+    table[upper.size() - 1 - i] = static_cast<std::uint8_t>(kLargest - upper[i]);
+  }
+  return table;
+}
+
+template <typename Options, typename Part>
+void add_options(Side<Part>& side, const char* bits, const char* outliers) {
+  side.defaults = Options();
+  side.options = {bits, outliers};
+  side.bits = [](const Part& part) { return std::to_string(std::get<Options>(part).bits); };
+  side.remark = [](const Part&) {
+    return std::string("not calibrated, fixed normal-float codebook, ranges of the page");
+  };
+}
+
+template <typename Options>
+bool set_option(Options& options, std::string_view bits, std::string_view outliers, std::string_view option,
+                std::string_view value) {
+  if (option == bits) {
+    options.bits = read_int(option, value, 2, 4);
+  } else if (option == outliers) {
+    options.outliers = read_number(option, value, 0, kMostOutliers);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+template <typename Options>
+void check_options(const Options& options, const char* bits, const char* outliers) {
+  check_number(bits, options.bits, 2, 4);
+  check_number(outliers, options.outliers, 0, kMostOutliers);
+}
+
+template <typename Options>
+void fill_tile(const Options& options, TileSpec& spec) {
+  spec.planes = uniform_planes(options.bits, spec.depth);
+  spec.table = normal_table(options.bits);
+  spec.outliers = options.outliers;
+}
+
+KeySide keys() {
+  KeySide side;
+  add_options<KvquantKeys>(side, "k", "outliers");
+  side.set = [](KeyRecipe& part, std::string_view option, std::string_view value) {
+    return set_option(std::get<KvquantKeys>(part), "k", "outliers", option, value);
+  };
+  side.options_text = [](const KeyRecipe& part) {
+    return "outliers=" + number_text(std::get<KvquantKeys>(part).outliers);
+  };
+  side.validate = [](const KeyRecipe& part) { check_options(std::get<KvquantKeys>(part), "k", "outliers"); };
+  side.tile = [](const KeyRecipe& part, TileSpec& spec) { fill_tile(std::get<KvquantKeys>(part), spec); };
+  return side;
+}
+
+ValueSide values() {
+  ValueSide side;
+  add_options<KvquantValues>(side, "v", "voutliers");
+  side.set = [](ValueRecipe& part, std::string_view option, std::string_view value) {
+    return set_option(std::get<KvquantValues>(part), "v", "voutliers", option, value);
+  };
+  side.options_text = [](const ValueRecipe& part) {
+    return "voutliers=" + number_text(std::get<KvquantValues>(part).outliers);
+  };
+  side.validate = [](const ValueRecipe& part) { check_options(std::get<KvquantValues>(part), "v", "voutliers"); };
+  side.tile = [](const ValueRecipe& part, TileSpec& spec) {
+    fill_tile(std::get<KvquantValues>(part), spec);
+    spec.shared_grid = true;
+  };
+  return side;
+}
+
+}  // namespace
+
+Method kvquant() {
+  Recipe recipe;
+  recipe.key = KvquantKeys();
+  recipe.value = KvquantValues();
+  recipe.sink = 1;
+  return {"kvquant",
+          "KVQuant: non-uniform levels, two-sided outliers kept apart (not calibrated: a fixed normal-float codebook)",
+          recipe, keys(), values()};
+}
+
+}  // namespace kvant::catalog
