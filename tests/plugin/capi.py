@@ -66,8 +66,8 @@ class Context:
     def close(self):
         llama_cpp.llama_free(self.handle)
 
-    def decode(self, tokens, positions, sequences):
-        """Decodes one batch, all of whose tokens give logits; returns them as an array."""
+    def decode(self, tokens, positions, sequences, only_last=False):
+        """Decodes one batch, all or the last of whose tokens give logits; returns them as an array."""
         n = len(tokens)
         batch = llama_cpp.llama_batch_init(n, 0, 1)
         batch.n_tokens = n
@@ -76,15 +76,15 @@ class Context:
             batch.pos[i] = positions[i]
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequences[i]
-            batch.logits[i] = 1
+            batch.logits[i] = not only_last or i == n - 1
         code = llama_cpp.llama_decode(self.handle, batch)
         llama_cpp.llama_batch_free(batch)
         assert code == 0, f"llama_decode gave {code}"
         flat = llama_cpp.llama_get_logits(self.handle)
-        return np.ctypeslib.as_array(flat, shape=(n, self.model.n_vocab)).copy()
+        return np.ctypeslib.as_array(flat, shape=(1 if only_last else n, self.model.n_vocab)).copy()
 
-    def extend(self, tokens, first, sequence=0):
-        return self.decode(tokens, range(first, first + len(tokens)), [sequence] * len(tokens))
+    def extend(self, tokens, first, sequence=0, only_last=False):
+        return self.decode(tokens, range(first, first + len(tokens)), [sequence] * len(tokens), only_last)
 
     def remove(self, sequence, first, behind):
         assert llama_cpp.llama_memory_seq_rm(self.memory, sequence, first, behind)
