@@ -4,8 +4,7 @@
 source "$(dirname "$0")/common.sh"
 
 stages=("$@")
-# python installs and builds for ten minutes more: by name, tools/test.sh python.
-((${#stages[@]})) || stages=(static release sanitize cli plugin install readme)
+((${#stages[@]})) || stages=(static release sanitize cli plugin install readme python)
 summary=()
 failed=0
 cd "$ROOT"
@@ -47,10 +46,12 @@ stage_install() { run_pytest "$ROOT/tests/install/test_install.py"; }
 stage_readme() { run_pytest "$ROOT/tests/install/test_readme.py"; }
 
 # The C++ golden tests run in the release stage. A missing reference package fails here: nothing is skipped in silence,
-# and -rs names what is (torch is no part of the requirements).
+# and -rs names what is (torch is no part of the requirements). The library is not compiled again for the package.
 stage_python() {
   "$ROOT/tools/setup.sh" python
-  "$ROOT/tools/install_python.sh"
+  release_build
+  long_step "install to build/prefix" install-prefix.log cmake --install "$BUILD/release" --prefix "$BUILD/prefix"
+  "$ROOT/tools/install_python.sh" "-Ccmake.define.KVANT_PREFIX=$BUILD/prefix"
   "$VENV/bin/python" -c 'import mlx_lm, veloxquant_mlx'
   KVANT_EXAMPLES=${KVANT_EXAMPLES:-60} "$VENV/bin/python" -m pytest -q -rs --durations=5 "$ROOT/tests/python"
 }
