@@ -92,7 +92,7 @@ setup_text() {
 setup_tests() {
   setup_venv
   local missing=0
-  "$VENV/bin/python" -c 'import pytest, numpy' 2>/dev/null || missing=1
+  "$VENV/bin/python" -c 'import pytest, xdist, numpy' 2>/dev/null || missing=1
   ((missing == 0)) ||
     long_step "Python packages of the tests" pip-tests.log "$VENV/bin/pip" install -r "$ROOT/tools/requirements-test.txt"
 }

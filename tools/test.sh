@@ -37,9 +37,12 @@ run_pytest() {
   KVANT_BUILD_DIR=$BUILD/release KVANT_LLAMA_DIR=$(site_packages) "$VENV/bin/python" -m pytest -q -x --durations=5 "$@"
 }
 
-stage_cli() { run_pytest "$ROOT/tests/cli"; }
+# Hosts wait on one thread for part of their time: two at once use the processors better.
+parallel=(-n 2 --dist loadgroup)
 
-stage_plugin() { run_pytest "$ROOT/tests/plugin"; }
+stage_cli() { run_pytest "${parallel[@]}" "$ROOT/tests/cli"; }
+
+stage_plugin() { run_pytest "${parallel[@]}" "$ROOT/tests/plugin"; }
 
 stage_install() { run_pytest "$ROOT/tests/install/test_install.py"; }
 

@@ -68,27 +68,32 @@ def run_window(plugin, gemma, text):
     return run_scenarios("f16", plugin, gemma, text, [*WINDOW_SCENARIOS, "--floor"])
 
 
+@pytest.mark.xdist_group("f16")
 @pytest.mark.parametrize("name", F16_SCENARIOS)
 def test_f16_recipe_equals_stock(name, f16_results):
     assert kld_of(f16_results, name) < NOISE
 
 
+@pytest.mark.xdist_group("f16")
 @pytest.mark.parametrize("name", QUANTIZED_TYPE_SCENARIOS)
 def test_host_that_believes_in_a_quantized_cache(name, f16_results):
     assert kld_of(f16_results, name) < 2 * NOISE
 
 
+@pytest.mark.xdist_group("packed")
 @pytest.mark.parametrize("name", PACKED_SCENARIOS)
 def test_packed_pages_stay_close(name, packed_results):
     assert kld_of(packed_results, name) < PACKED_NOISE
 
 
+@pytest.mark.xdist_group("packed")
 def test_without_flash_attention_everything_passes_through(packed_results):
     """The host's own code runs on plain memory then, so the logits are the same to the bit."""
     assert kld_of(packed_results, "no_flash:unified") == 0.0
     assert sum("flash attention is off" in line for line in packed_results[1].splitlines()) == 1
 
 
+@pytest.mark.xdist_group("window")
 @pytest.mark.parametrize("name", WINDOW_SCENARIOS)
 def test_sliding_window_model(name, window_results):
     """This model is noisier than the other one, and by how much depends on the text: stock bf16 is the measure."""

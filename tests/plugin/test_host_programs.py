@@ -25,6 +25,7 @@ def base_of(model, text, base):
     return base
 
 
+@pytest.mark.xdist_group("base")
 def test_f16_recipe_is_within_the_noise(smollm2, smollm2_base, text, tmp_path):
     status = tmp_path / "status.json"
     arguments = [*quality_arguments(smollm2, text, smollm2_base), "--kl-divergence"]
@@ -37,6 +38,7 @@ def test_f16_recipe_is_within_the_noise(smollm2, smollm2_base, text, tmp_path):
     assert held["f16_bytes"] == 512 * 30 * 3 * 128 * 2
 
 
+@pytest.mark.xdist_group("base")
 def test_status_adds_up(smollm2, smollm2_base, text, tmp_path):
     status = tmp_path / "status.json"
     arguments = [*quality_arguments(smollm2, text, smollm2_base), "--kl-divergence"]
