@@ -1,5 +1,5 @@
-// make bench-gpu: decode attention on one GPU, graph replay over more than 220 MB of rotating pages, against the read
-// bandwidth measured in the same run. One JSON line per figure, a table at the end.
+// make bench-gpu: decode and prefill attention on one GPU, graph replay over more than 220 MB of rotating pages, decode
+// against the read bandwidth measured in the same run. One JSON line per figure.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/half.hpp"
@@ -244,11 +245,24 @@ class Runner {
   }
 
   double time() {
-    const int count =
-        static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200));
+    return time(static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200)));
+  }
+  // Per launch, of `count` launches in one graph.
+  double time(int count) {
     return time_graph(count, [&](int i, cudaStream_t stream) {
       sets_[static_cast<std::size_t>(i) % sets_.size()].plan->run(q_.get(), out_.get(), nullptr, stream);
     });
+  }
+
+  void report_prefill(double us, double error) const {
+    const double seen = static_cast<double>(case_.tokens) - (case_.rows - 1) / 2.0;  // by a row, on average
+    const double operations = 2.0 * (case_.shape.key_dim + case_.shape.value_dim) * heads() * case_.batch * case_.rows * seen;
+    std::printf(
+        "{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"rows\": %d, \"kind\": \"prefill\", "
+        "\"us\": %.1f, \"TFLOP/s\": %.0f, \"error\": %.2e, \"split\": \"%s\"}\n",
+        case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), case_.rows, us,
+        operations / us * 1e-6, error, sets_[0].plan->describe().c_str());
+    std::fflush(stdout);
   }
 
   void report(const char* kind, double us, double error) const {
@@ -383,6 +397,31 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   }
 }
 
+// A chunk of a prompt at the end of 32k tokens. The error is that of a chunk of 64 rows: binary64 takes its time.
+void run_prefill() {
+  for (const auto& [name, recipe, type] :
+       {std::tuple{"2-bit", "kivi:k=2,v=2", DType::f16}, {"kitty 25 %", "kitty:sink=0", DType::f16},
+        {"4-bit", "kivi:k=4,v=4", DType::f16}, {"2-bit bf16", "kivi:k=2,v=2", DType::bf16}}) {
+    Case c;
+    c.name = name;
+    c.recipe = recipe;
+    c.shape.dtype = type;
+    c.tokens = 32768;
+    c.rows = 64;
+    try {
+      const double error = Runner(c, 1).error();
+      for (const int rows : {64, 512, 2048}) {
+        c.rows = rows;
+        Runner runner(c, 1);
+        runner.plan(false);
+        runner.report_prefill(runner.time(12), error);
+      }
+    } catch (const Error& refused) {
+      std::printf("# %s: %s\n", name, refused.what());
+    }
+  }
+}
+
 int run(const std::string& what) {
   const DeviceInfo info = device_info();
   const double bandwidth = read_bandwidth();
@@ -406,6 +445,8 @@ int run(const std::string& what) {
       }
     }
   }
+  if (what == "prefill" || what == "all") run_prefill();
+  if (what == "prefill") return 0;
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0"}) {
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,

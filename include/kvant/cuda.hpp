@@ -1,4 +1,5 @@
-// The cache on an NVIDIA GPU: pages in device memory, sequences that share them, decode attention from the codes.
+// The cache on an NVIDIA GPU: pages in device memory, sequences that share them, attention of new tokens (decode) and
+// of a prompt's chunks (prefill).
 // Only in builds with -DKVANT_CUDA=ON (target kvant_cuda). No CUDA header is needed here: streams are
 // cudaStream_t passed as void*, null is the default stream; data pointers are device pointers.
 //
@@ -20,6 +21,7 @@ namespace kvant::cuda {
 
 struct DeviceInfo {
   std::string name;
+  int index = 0;  // its number among the process's devices
   int major = 0;  // compute capability
   int minor = 0;
   int multiprocessors = 0;
@@ -123,7 +125,8 @@ struct AttendOptions {
   float softcap = 0;             // c > 0: scores become c * tanh(score / c)
   const float* sinks = nullptr;  // device pointer, learned sink logit per query head
   int sliding_window = 0;        // 0: unlimited
-  // The launch may begin while its predecessor in the stream ends (programmatic dependent launch, sm_90 and later).
+  // The launch may begin while its predecessor in the stream ends (programmatic dependent launch, sm_90 and later);
+  // the integer path alone makes use of it.
   bool overlap = false;
   // With overlap: no page in the batch's tables is written by the predecessor, so that pages may be read early.
   bool pages_settled = false;
@@ -131,8 +134,9 @@ struct AttendOptions {
 
 // Which kernel serves a plan.
 enum class AttendPath : std::uint8_t {
-  automatic,  // integer where this build has the shape, reference elsewhere
-  integer,    // 8-bit tensor cores from the codes
+  automatic,  // integer up to 8 rows, prefill beyond, where this build has the shape; reference elsewhere
+  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows
+  prefill,    // 16-bit tensor cores over tiles that are dequantized once per block of rows, any number of rows
   reference,  // plain binary64 arithmetic, slow: the cross-check
 };
 
@@ -141,7 +145,8 @@ enum class AttendPath : std::uint8_t {
 // neither, so that it can be captured in a graph. A plan runs on one stream at a time.
 class AttendPlan {
  public:
-  // rows: query rows per sequence, 1 to 8, the last tokens of it. query_heads: a multiple of kv_heads, up to 16 times.
+  // rows: query rows per sequence, 1 to 65535, the last tokens of it. query_heads: a multiple of kv_heads, up to 16
+  // times. Throws Error(invalid_argument) naming what is outside, and where `path` cannot serve the plan.
   AttendPlan(const Batch& batch, int query_heads, int rows, const AttendOptions& options, int headroom = 128,
              AttendPath path = AttendPath::automatic);
   ~AttendPlan();

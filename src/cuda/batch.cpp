@@ -4,6 +4,11 @@
 #include "cuda/pool.hpp"
 
 namespace kvant::cuda {
+namespace {
+
+constexpr int kMaxAppendRows = 1 << 19;  // what a grid of the append kernel holds
+
+}  // namespace
 
 Batch::Impl::Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens)
     : pool(std::move(p)), capacity(max_sequences) {
@@ -98,7 +103,10 @@ void Batch::reserve(int tokens, void* stream) {
 }
 
 void Batch::append(const void* keys, const void* values, int rows, void* stream) {
-  if (rows < 0) base::fail(ErrorCode::invalid_argument, "rows is " + std::to_string(rows) + "; allowed: 0 and more");
+  if (rows < 0 || rows > kMaxAppendRows) {
+    base::fail(ErrorCode::invalid_argument,
+               "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
+  }
   if (rows == 0 || size() == 0) return;
   reserve(rows, stream);
   const Impl& impl = *impl_;
@@ -118,6 +126,14 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
 }
 
 void Batch::count_appended(int rows) {
+  for (const Sequence* sequence : impl_->sequences) {
+    const Sequence::Impl& s = sequence->impl();
+    const std::int64_t room = s.tail_begin() + static_cast<std::int64_t>(s.tail.size()) * kPage - s.length;
+    if (rows < 0 || rows > room) {
+      base::fail(ErrorCode::out_of_range,
+                 "rows is " + std::to_string(rows) + "; a sequence has room for 0 to " + std::to_string(room));
+    }
+  }
   for (Sequence* sequence : impl_->sequences) sequence->impl().length += rows;
 }
 

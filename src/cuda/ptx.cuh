@@ -94,6 +94,19 @@ __device__ __forceinline__ std::uint32_t narrow2(float low, float high) {
   }
 }
 
+// ---- copies of 16 bytes per thread (sm_80)
+
+__device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- bulk copies that complete on an mbarrier (sm_90)
 
@@ -148,16 +161,6 @@ __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 #else
-__device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int Pending>
-__device__ __forceinline__ void async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
 __device__ __forceinline__ void wait_for_predecessor() {}
 __device__ __forceinline__ void release_dependents() {}
 #endif

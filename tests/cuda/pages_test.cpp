@@ -142,7 +142,8 @@ TEST(GpuPages, RefusalsChangeNothing) {
   const AttendPlan plan(twins.batch, 8, 1, {});
   EXPECT_THROW(AttendPlan(twins.batch, 7, 1, {}), Error);
   EXPECT_THROW(AttendPlan(twins.batch, 34, 1, {}), Error);
-  EXPECT_THROW(AttendPlan(twins.batch, 8, 9, {}), Error);
+  EXPECT_THROW(AttendPlan(twins.batch, 8, 9, {}, 128, AttendPath::integer), Error);
+  EXPECT_THROW(AttendPlan(twins.batch, 8, 65536, {}), Error);
   EXPECT_THROW(AttendPlan(twins.batch, 8, 0, {}), Error);
   EXPECT_THROW(twins.batch.reserve(1 << 21, nullptr), Error);
   EXPECT_THROW(twins.batch.reserve(1 << 19, nullptr), Error);  // the pool has no such number of pages

@@ -1,0 +1,306 @@
+// From pages to tiles of 64 tokens in shared memory, as half-precision B fragments of m16n8k16 that a warp reads with
+// one 16-byte load per lane and two matrix instructions. All that depends on the format of sealed pages is in
+// PageTiles; a format that needs more than kivi and kitty do adds a specialization of it.
+//
+// A tile is made of units: 512 bytes, 16 per lane 4g + t, for 16 depth indices and 16 columns:
+//   {columns 0..7, first pair; columns 8..15, first pair; columns 0..7, second pair; columns 8..15, second pair}
+//   keys    depth is channels: pairs (4t, 4t + 1), (4t + 2, 4t + 3); column g is token g        [token / 16][channel / 16]
+//   values  depth is tokens: pairs (2t, 2t + 1), (2t + 8, 2t + 9);   column g is channel g      [token / 16][channel / 16]
+// The order of channels inside 16 is that of the code words; queries are loaded in the same order.
+#pragma once
+
+#include "cuda/decode_unit.cuh"
+
+namespace kvant::cuda {
+
+constexpr int kStageTokens = 64;  // half a page
+constexpr int kStageTiles = kStageTokens / kTile;
+
+template <class F>  // key, value, bfloat
+struct PrefillConfig {
+  static constexpr KeyFormat key = F::key;
+  static constexpr ValueFormat value = F::value;
+  static constexpr ExactFormat exact{F::key.dim, F::value.dim};
+  static constexpr bool bfloat = F::bfloat;
+  static constexpr int warps = 4;
+  static constexpr int threads = warps * 32;
+  // Row tiles of 16 vectors per warp. Two halve what the tiles cost to read; outputs of longer heads leave registers
+  // for one only.
+  static constexpr int m_tiles = value.dim <= 128 ? 2 : 1;
+  static constexpr int vectors = warps * m_tiles * 16;
+  static constexpr int key_tiles = key.dim / 16;
+  static constexpr int value_tiles = value.dim / 16;
+
+  // Bytes of half a page as it lies in global memory: endpoints, lists and 1-bit planes serve both halves.
+  static constexpr int raw_key_bytes = key.codes_offset() + key.half_codes_bytes();
+  static constexpr int raw_bytes = raw_key_bytes + value.half_bytes();
+
+  // Shared memory.
+  static constexpr int keys_offset = vectors * key.dim * 2;  // queries come first
+  static constexpr int values_offset = keys_offset + kStageTokens * key.dim * 2;
+  static constexpr int raw_offset = values_offset + kStageTokens * value.dim * 2;
+  static constexpr int rank_offset = raw_offset + raw_bytes;
+  static constexpr int shared_bytes = rank_offset + (key.high_steps > 0 ? warps * key.dim : 0);
+};
+
+// Turns the four codes of a word into two pairs of 16-bit floats: low + code * step, a step and a low per byte.
+// Interleaved: bytes 0 and 2 make the first pair, else bytes 0 and 1. Bits 2, 3, 4: what steps are given for.
+template <bool Bfloat, bool Interleaved, int Bits>
+class Dequantizer;
+
+// binary16: a byte under 0x64 is 1024 + byte. Codes are scaled down to at most 3.75, so that a step is at most 0.35
+// ranges: it cannot overflow, and is subnormal only where the range almost is.
+template <bool Interleaved, int Bits>
+class Dequantizer<false, Interleaved, Bits> {
+ public:
+  __device__ __forceinline__ Dequantizer(const float (&low)[4], const float (&step)[4]) {
+    constexpr float up = 1 << (Bits - 2);
+    low_[0] = __floats2half2_rn(low[0], low[second()]);
+    low_[1] = __floats2half2_rn(low[first()], low[3]);
+    step_[0] = __floats2half2_rn(step[0] * up, step[second()] * up);
+    step_[1] = __floats2half2_rn(step[first()] * up, step[3] * up);
+  }
+
+  // factor: what the codes are multiplied with by their position in the byte. `high`: further bits of weight 4 at the
+  // same positions, 0 where there are none.
+  template <bool WithHigh>
+  __device__ __forceinline__ uint2 expand(std::uint32_t codes, std::uint32_t high, float factor) const {
+    const float unit = 1.0F / (factor * static_cast<float>(1 << (Bits - 2)));
+    uint2 out;
+    out.x = pair<WithHigh>(codes, high, Interleaved ? 0x4240 : 0x4140, unit, 0);
+    out.y = pair<WithHigh>(codes, high, Interleaved ? 0x4341 : 0x4342, unit, 1);
+    return out;
+  }
+
+ private:
+  __device__ static constexpr int second() { return Interleaved ? 2 : 1; }  // byte of the first pair's second element
+  __device__ static constexpr int first() { return Interleaved ? 1 : 2; }   // byte of the second pair's first element
+
+  template <bool WithHigh>
+  __device__ __forceinline__ std::uint32_t pair(std::uint32_t codes, std::uint32_t high, unsigned selector, float unit,
+                                                int i) const {
+    __half2 code = __hfma2(bits(codes, selector), __float2half2_rn(unit), __float2half2_rn(-1024.0F * unit));
+    if constexpr (WithHigh) {
+      code = __hadd2(code, __hfma2(bits(high, selector), __float2half2_rn(4 * unit), __float2half2_rn(-4096.0F * unit)));
+    }
+    const __half2 x = __hfma2(code, step_[i], low_[i]);
+    return *reinterpret_cast<const std::uint32_t*>(&x);
+  }
+  __device__ static __forceinline__ __half2 bits(std::uint32_t codes, unsigned selector) {
+    const std::uint32_t x = __byte_perm(codes, 0x64646464U, selector);
+    return *reinterpret_cast<const __half2*>(&x);
+  }
+
+  __half2 low_[2], step_[2];
+};
+
+// bfloat16 has too few bits for that: binary32, rounded once.
+template <bool Interleaved, int Bits>
+class Dequantizer<true, Interleaved, Bits> {
+ public:
+  __device__ __forceinline__ Dequantizer(const float (&low)[4], const float (&step)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      low_[i] = low[i];
+      step_[i] = step[i];
+    }
+  }
+
+  template <bool WithHigh>
+  __device__ __forceinline__ uint2 expand(std::uint32_t codes, std::uint32_t high, float factor) const {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float code = number(codes, i);
+      if constexpr (WithHigh) code = fmaf(4.0F, number(high, i), code);
+      x[i] = fmaf(code * (1.0F / factor), step_[i], low_[i]);
+    }
+    return {ptx::narrow2<true>(x[0], x[Interleaved ? 2 : 1]), ptx::narrow2<true>(x[Interleaved ? 1 : 2], x[3])};
+  }
+
+ private:
+  __device__ static __forceinline__ float number(std::uint32_t codes, int byte) {
+    return __uint_as_float(__byte_perm(codes, 0x4B000000U, 0x7440U | static_cast<unsigned>(byte))) - 8388608.0F;
+  }
+
+  float low_[4], step_[4];
+};
+
+// Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it. Every thread
+// of the block calls both; between them the copies must have arrived and the block must have met.
+template <class C>
+struct PageTiles {
+  static __device__ __forceinline__ void fetch(std::uint8_t* raw, const std::uint8_t* page, int half) {
+    constexpr int head = C::key.codes_offset();
+    constexpr int codes = C::key.half_codes_bytes();
+    copy(raw, page, head);
+    copy(raw + head, page + head + half * codes, codes);
+    copy(raw + C::raw_key_bytes, page + C::key.bytes() + half * C::value.half_bytes(), C::value.half_bytes());
+  }
+
+  // ranks: room for key.dim bytes of this warp, where channels have a second plane.
+  static __device__ __forceinline__ void unpack(const std::uint8_t* raw, int half, int boosted, std::uint8_t* keys,
+                                                std::uint8_t* values, std::uint8_t* ranks) {
+    constexpr int key_jobs = C::key.groups() / 2 * C::key.steps();
+    constexpr int jobs = key_jobs + C::value.groups() * 2;
+    if constexpr (C::key.high_steps > 0) rank_channels(raw, boosted, ranks);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    for (int job = warp; job < jobs; job += C::warps) {
+      if (job < key_jobs) {
+        unpack_keys(raw, half, job / C::key.steps(), job % C::key.steps(), ranks, keys);
+      } else {
+        unpack_values(raw + C::raw_key_bytes, (job - key_jobs) / 2, (job - key_jobs) % 2, values);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::uint8_t kNoRank = 255;
+
+  static __device__ __forceinline__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) {
+    const std::uint32_t address = ptx::shared_address(to);
+    for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16) {
+      ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+    }
+  }
+
+  // Which entry of the list of boosted channels a channel is.
+  static __device__ void rank_channels(const std::uint8_t* raw, int boosted, std::uint8_t* ranks) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int i = lane; i < C::key.dim; i += 32) ranks[i] = kNoRank;
+    __syncwarp();
+    for (int i = lane; i < boosted; i += 32) ranks[raw[C::key.index_offset() + i]] = static_cast<std::uint8_t>(i);
+    __syncwarp();
+  }
+
+  // The second plane's codes of the channels of one word, brought from where the list put them.
+  static __device__ __forceinline__ std::uint32_t gather_high(const std::uint8_t* codes, std::uint32_t ranks, int g,
+                                                              int row_half) {
+    std::uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const int rank = static_cast<int>(ranks >> (8 * b) & 0xFFU);
+      if (rank == kNoRank) continue;
+      const int quad = C::key.steps() + rank / kStep;
+      const int lane = 4 * g + rank % 16 / 4;
+      const int word_at = row_half + rank % kStep / 16 * 2;
+      word |= static_cast<std::uint32_t>(codes[quad * kQuadBytes + lane * 16 + word_at * 4 + rank % 4]) << (8 * b);
+    }
+    return word;
+  }
+
+  template <bool WithHigh, int Bits, class D>
+  static __device__ __forceinline__ void store(std::uint8_t* unit, const D& dequantizer, std::uint32_t word0,
+                                               std::uint32_t word1, std::uint32_t high0, std::uint32_t high1,
+                                               float factor) {
+    const uint2 a = dequantizer.template expand<WithHigh>(word0, high0, factor);
+    const uint2 b = dequantizer.template expand<WithHigh>(word1, high1, factor);
+    *reinterpret_cast<uint4*>(unit + threadIdx.x % 32 * 16) = {a.x, b.x, a.y, b.y};
+  }
+
+  // `group`: of this half, the others are not in `raw`.
+  static __device__ __forceinline__ void unpack_keys(const std::uint8_t* raw, int half, int group, int step,
+                                                     const std::uint8_t* ranks, std::uint8_t* keys) {
+    constexpr int bits = C::key.bits;
+    constexpr int per_group = tiles_per_group(bits);
+    constexpr bool with_high = C::key.high_steps > 0;
+    const Lane lane;
+    const std::uint8_t* codes = raw + C::key.codes_offset() + group * C::key.quads_per_group() * kQuadBytes;
+    CodeWords<bits> words;
+    words.load(codes + step * kQuadBytes, raw + C::key.plane1_offset() + step * kQuadBytes, half != 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint4 ends = *reinterpret_cast<const uint4*>(raw + step * 128 + h * 64 + lane.t * 16);
+      const float2 a[2] = {ptx::widen2<C::bfloat>(ends.x), ptx::widen2<C::bfloat>(ends.y)};
+      const float2 b[2] = {ptx::widen2<C::bfloat>(ends.z), ptx::widen2<C::bfloat>(ends.w)};
+      const float one[4] = {a[0].x, a[0].y, a[1].x, a[1].y};
+      const float other[4] = {b[0].x, b[0].y, b[1].x, b[1].y};
+      float low[4], span[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float range = other[i] - one[i];
+        // Boosted channels have their maximum first and 15 levels instead of 3.
+        low[i] = with_high ? fminf(one[i], other[i]) : one[i];
+        span[i] = (with_high ? fmaxf(range, range * -0.2F) : range) * (1.0F / static_cast<float>((1 << bits) - 1));
+      }
+      const Dequantizer<C::bfloat, false, bits> dequantizer(low, span);
+      std::uint32_t high[2] = {0, 0};
+      if constexpr (with_high) {
+        const auto rank = *reinterpret_cast<const std::uint32_t*>(ranks + step * kStep + h * 16 + lane.t * 4);
+        if (rank != 0xFFFFFFFFU) {
+          high[0] = gather_high(codes, rank, lane.g, 0);
+          high[1] = gather_high(codes, rank, lane.g, 1);
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < per_group; ++p) {
+        std::uint32_t w[4];
+        words.fragment(p, w);
+        const std::uint32_t mask = 0x03030303U << (2 * p);
+        const float factor = static_cast<float>(bits == 2 ? 1 << (2 * p) : 1 << (4 * (p % 2)));
+        store<with_high, bits>(keys + ((group * per_group + p) * C::key_tiles + step * 2 + h) * kQuadBytes, dequantizer,
+                               w[2 * h], w[2 * h + 1], high[0] & mask, high[1] & mask, factor);
+      }
+    }
+  }
+
+  // half_page: the value half in `raw`. Bytes of a word are tokens 2t, 2t + 8, 2t + 1, 2t + 9.
+  static __device__ __forceinline__ void unpack_values(const std::uint8_t* half_page, int group, int step,
+                                                       std::uint8_t* values) {
+    constexpr int bits = C::value.bits;
+    constexpr int per_group = tiles_per_group(bits);
+    const Lane lane;
+    CodeWords<bits> words;
+    words.load(half_page + C::value.codes_offset() + (group * 2 + step) * kQuadBytes,
+               half_page + C::value.plane1_offset() + (group / 2 * 2 + step) * kQuadBytes, group % 2 != 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int tile = step * 2 + h;
+      float low[4], span[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint8_t* ends = half_page + (2 * lane.t + i) * 16 + tile * 4;
+        const float2 min = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends));
+        const float2 max = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends + 128));
+        low[2 * i] = min.x;
+        low[2 * i + 1] = min.y;
+        span[2 * i] = (max.x - min.x) * (1.0F / static_cast<float>((1 << bits) - 1));
+        span[2 * i + 1] = (max.y - min.y) * (1.0F / static_cast<float>((1 << bits) - 1));
+      }
+      const Dequantizer<C::bfloat, true, bits> dequantizer(low, span);
+#pragma unroll
+      for (int p = 0; p < per_group; ++p) {
+        if (group * per_group + p >= C::value_tiles) break;
+        std::uint32_t w[4];
+        words.fragment(p, w);
+        const float factor = static_cast<float>(bits == 2 ? 1 << (2 * p) : 1 << (4 * (p % 2)));
+        store<false, bits>(values + (tile * C::value_tiles + group * per_group + p) * kQuadBytes, dequantizer, w[2 * h],
+                           w[2 * h + 1], 0, 0, factor);
+      }
+    }
+  }
+};
+
+// Four unquantized 16-token tiles, straight from global memory. Values already are units; keys have their channels in
+// the order of m16n8k16.
+template <class C>
+__device__ void copy_exact_tiles(const std::uint8_t* tiles, std::uint8_t* keys, std::uint8_t* values) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::warps) {
+    const std::uint8_t* from =
+        tiles + unit / C::key_tiles * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes;
+    // Channel 4t + 2i is element (4t + 2i) % 8 of its row's half (4t) / 8: lane 4g + 2 (t % 2) + i of that matrix.
+    const std::uint8_t* first = from + ((lane & ~3) + (lane % 2) * 2) * 16 + lane % 4 / 2 * 8;
+    const uint2 a = *reinterpret_cast<const uint2*>(first);
+    const uint2 b = *reinterpret_cast<const uint2*>(first + 16);
+    *reinterpret_cast<uint4*>(keys + unit * kQuadBytes + lane * 16) = {a.x, a.y, b.x, b.y};
+  }
+  for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
+    const std::uint8_t* from = tiles + unit / C::value_tiles * C::exact.tile_bytes() + C::exact.key_bytes() +
+                               unit % C::value_tiles * kQuadBytes;
+    *reinterpret_cast<uint4*>(values + unit * kQuadBytes + lane * 16) = *reinterpret_cast<const uint4*>(from + lane * 16);
+  }
+}
+
+}  // namespace kvant::cuda
