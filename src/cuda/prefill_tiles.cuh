@@ -43,87 +43,79 @@ struct PrefillConfig {
   static constexpr int shared_bytes = rank_offset + (key.high_steps > 0 ? warps * key.dim : 0);
 };
 
-// Turns the four codes of a word into two pairs of 16-bit floats: low + code * step, a step and a low per byte.
-// Interleaved: bytes 0 and 2 make the first pair, else bytes 0 and 1. Bits 2, 3, 4: what steps are given for.
-template <bool Bfloat, bool Interleaved, int Bits>
-class Dequantizer;
+// Turn the four codes of a word into two pairs of 16-bit floats: low + code * step, with a low and a step per byte.
+// Interleaved: bytes 0 and 2 make the first pair, else bytes 0 and 1.
 
-// binary16: a byte under 0x64 is 1024 + byte. Codes are scaled down to at most 3.75, so that a step is at most 0.35
-// ranges: it cannot overflow, and is subnormal only where the range almost is.
-template <bool Interleaved, int Bits>
-class Dequantizer<false, Interleaved, Bits> {
+// In binary32, rounded once.
+template <bool Bfloat, bool Interleaved>
+class WideDequantizer {
  public:
-  __device__ __forceinline__ Dequantizer(const float (&low)[4], const float (&step)[4]) {
-    constexpr float up = 1 << (Bits - 2);
-    low_[0] = __floats2half2_rn(low[0], low[second()]);
-    low_[1] = __floats2half2_rn(low[first()], low[3]);
-    step_[0] = __floats2half2_rn(step[0] * up, step[second()] * up);
-    step_[1] = __floats2half2_rn(step[first()] * up, step[3] * up);
-  }
-
-  // factor: what the codes are multiplied with by their position in the byte. `high`: further bits of weight 4 at the
-  // same positions, 0 where there are none.
-  template <bool WithHigh>
-  __device__ __forceinline__ uint2 expand(std::uint32_t codes, std::uint32_t high, float factor) const {
-    const float unit = 1.0F / (factor * static_cast<float>(1 << (Bits - 2)));
-    uint2 out;
-    out.x = pair<WithHigh>(codes, high, Interleaved ? 0x4240 : 0x4140, unit, 0);
-    out.y = pair<WithHigh>(codes, high, Interleaved ? 0x4341 : 0x4342, unit, 1);
-    return out;
-  }
-
- private:
-  __device__ static constexpr int second() { return Interleaved ? 2 : 1; }  // byte of the first pair's second element
-  __device__ static constexpr int first() { return Interleaved ? 1 : 2; }   // byte of the second pair's first element
-
-  template <bool WithHigh>
-  __device__ __forceinline__ std::uint32_t pair(std::uint32_t codes, std::uint32_t high, unsigned selector, float unit,
-                                                int i) const {
-    __half2 code = __hfma2(bits(codes, selector), __float2half2_rn(unit), __float2half2_rn(-1024.0F * unit));
-    if constexpr (WithHigh) {
-      code = __hadd2(code, __hfma2(bits(high, selector), __float2half2_rn(4 * unit), __float2half2_rn(-4096.0F * unit)));
-    }
-    const __half2 x = __hfma2(code, step_[i], low_[i]);
-    return *reinterpret_cast<const std::uint32_t*>(&x);
-  }
-  __device__ static __forceinline__ __half2 bits(std::uint32_t codes, unsigned selector) {
-    const std::uint32_t x = __byte_perm(codes, 0x64646464U, selector);
-    return *reinterpret_cast<const __half2*>(&x);
-  }
-
-  __half2 low_[2], step_[2];
-};
-
-// bfloat16 has too few bits for that: binary32, rounded once.
-template <bool Interleaved, int Bits>
-class Dequantizer<true, Interleaved, Bits> {
- public:
-  __device__ __forceinline__ Dequantizer(const float (&low)[4], const float (&step)[4]) {
+  // with_high: expand() is given further bits.
+  __device__ __forceinline__ WideDequantizer(const float (&low)[4], const float (&step)[4], bool with_high) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      low_[i] = low[i];
+      low_[i] = fmaf(with_high ? -640.0F : -128.0F, step[i], low[i]);
       step_[i] = step[i];
     }
   }
 
+  // shift: of the codes inside their bytes. `high`: bits of weight 4 at the same place.
   template <bool WithHigh>
-  __device__ __forceinline__ uint2 expand(std::uint32_t codes, std::uint32_t high, float factor) const {
+  __device__ __forceinline__ uint2 expand(std::uint32_t codes, std::uint32_t high, int shift) const {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float code = number(codes, i);
-      if constexpr (WithHigh) code = fmaf(4.0F, number(high, i), code);
-      x[i] = fmaf(code * (1.0F / factor), step_[i], low_[i]);
+      x[i] = fmaf(number(codes >> shift, i), step_[i], low_[i]);
+      if constexpr (WithHigh) x[i] = fmaf(number(high >> shift, i), 4 * step_[i], x[i]);
     }
-    return {ptx::narrow2<true>(x[0], x[Interleaved ? 2 : 1]), ptx::narrow2<true>(x[Interleaved ? 1 : 2], x[3])};
+    return {ptx::narrow2<Bfloat>(x[0], x[Interleaved ? 2 : 1]), ptx::narrow2<Bfloat>(x[Interleaved ? 1 : 2], x[3])};
   }
 
  private:
+  // 128 + code: the byte as the highest bits of the mantissa.
   __device__ static __forceinline__ float number(std::uint32_t codes, int byte) {
-    return __uint_as_float(__byte_perm(codes, 0x4B000000U, 0x7440U | static_cast<unsigned>(byte))) - 8388608.0F;
+    return __uint_as_float(__byte_perm(codes, 0x43000000U, 0x7044U | static_cast<unsigned>(byte) << 8));
   }
 
   float low_[4], step_[4];
+};
+
+// In binary16, at half the price. The step is rounded as well: by up to 2^-12 of the range, since codes count from the
+// middle. They are scaled down to 2 and less, so that a step cannot overflow and is subnormal only where the range
+// almost is.
+template <bool Interleaved, int Bits>
+class HalfDequantizer {
+ public:
+  __device__ __forceinline__ HalfDequantizer(const float (&low)[4], const float (&step)[4]) {
+    constexpr int second = Interleaved ? 2 : 1;  // byte of the first pair's second element
+    constexpr int first = Interleaved ? 1 : 2;   // byte of the second pair's first element
+    float base[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) base[i] = fmaf(kMiddle * kScale, step[i], low[i]);
+    low_[0] = __floats2half2_rn(base[0], base[second]);
+    low_[1] = __floats2half2_rn(base[first], base[3]);
+    step_[0] = __floats2half2_rn(step[0] * kScale, step[second] * kScale);
+    step_[1] = __floats2half2_rn(step[first] * kScale, step[3] * kScale);
+  }
+
+  __device__ __forceinline__ uint2 expand(std::uint32_t codes, int shift) const {
+    const float unit = 1.0F / (static_cast<float>(1 << shift) * kScale);
+    return {pair(codes, Interleaved ? 0x4240 : 0x4140, unit, 0), pair(codes, Interleaved ? 0x4341 : 0x4342, unit, 1)};
+  }
+
+ private:
+  static constexpr float kScale = 1 << (Bits - 2);
+  static constexpr float kMiddle = Bits == 2 ? 1 : 2;  // in scaled codes
+
+  __device__ __forceinline__ std::uint32_t pair(std::uint32_t codes, unsigned selector, float unit, int i) const {
+    const std::uint32_t raised = __byte_perm(codes, 0x64646464U, selector);  // 1024 + byte
+    const __half2 code = __hfma2(*reinterpret_cast<const __half2*>(&raised), __float2half2_rn(unit),
+                                 __float2half2_rn(-1024.0F * unit - kMiddle));
+    const __half2 x = __hfma2(code, step_[i], low_[i]);
+    return *reinterpret_cast<const std::uint32_t*>(&x);
+  }
+
+  __half2 low_[2], step_[2];
 };
 
 // Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it. Every thread
@@ -189,14 +181,11 @@ struct PageTiles {
     return word;
   }
 
-  template <bool WithHigh, int Bits, class D>
-  static __device__ __forceinline__ void store(std::uint8_t* unit, const D& dequantizer, std::uint32_t word0,
-                                               std::uint32_t word1, std::uint32_t high0, std::uint32_t high1,
-                                               float factor) {
-    const uint2 a = dequantizer.template expand<WithHigh>(word0, high0, factor);
-    const uint2 b = dequantizer.template expand<WithHigh>(word1, high1, factor);
+  static __device__ __forceinline__ void store(std::uint8_t* unit, const uint2& a, const uint2& b) {
     *reinterpret_cast<uint4*>(unit + threadIdx.x % 32 * 16) = {a.x, b.x, a.y, b.y};
   }
+  // Of the codes of position p inside their bytes.
+  static __device__ constexpr int shift_of(int bits, int p) { return bits == 2 ? 2 * p : 4 * (p % 2); }
 
   // `group`: of this half, the others are not in `raw`.
   static __device__ __forceinline__ void unpack_keys(const std::uint8_t* raw, int half, int group, int step,
@@ -223,7 +212,7 @@ struct PageTiles {
         low[i] = with_high ? fminf(one[i], other[i]) : one[i];
         span[i] = (with_high ? fmaxf(range, range * -0.2F) : range) * (1.0F / static_cast<float>((1 << bits) - 1));
       }
-      const Dequantizer<C::bfloat, false, bits> dequantizer(low, span);
+      const WideDequantizer<C::bfloat, false> dequantizer(low, span, with_high);
       std::uint32_t high[2] = {0, 0};
       if constexpr (with_high) {
         const auto rank = *reinterpret_cast<const std::uint32_t*>(ranks + step * kStep + h * 16 + lane.t * 4);
@@ -237,9 +226,9 @@ struct PageTiles {
         std::uint32_t w[4];
         words.fragment(p, w);
         const std::uint32_t mask = 0x03030303U << (2 * p);
-        const float factor = static_cast<float>(bits == 2 ? 1 << (2 * p) : 1 << (4 * (p % 2)));
-        store<with_high, bits>(keys + ((group * per_group + p) * C::key_tiles + step * 2 + h) * kQuadBytes, dequantizer,
-                               w[2 * h], w[2 * h + 1], high[0] & mask, high[1] & mask, factor);
+        store(keys + ((group * per_group + p) * C::key_tiles + step * 2 + h) * kQuadBytes,
+              dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, shift_of(bits, p)),
+              dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, shift_of(bits, p)));
       }
     }
   }
@@ -267,15 +256,22 @@ struct PageTiles {
         span[2 * i] = (max.x - min.x) * (1.0F / static_cast<float>((1 << bits) - 1));
         span[2 * i + 1] = (max.y - min.y) * (1.0F / static_cast<float>((1 << bits) - 1));
       }
-      const Dequantizer<C::bfloat, true, bits> dequantizer(low, span);
 #pragma unroll
       for (int p = 0; p < per_group; ++p) {
         if (group * per_group + p >= C::value_tiles) break;
         std::uint32_t w[4];
         words.fragment(p, w);
-        const float factor = static_cast<float>(bits == 2 ? 1 << (2 * p) : 1 << (4 * (p % 2)));
-        store<false, bits>(values + (tile * C::value_tiles + group * per_group + p) * kQuadBytes, dequantizer, w[2 * h],
-                           w[2 * h + 1], 0, 0, factor);
+        std::uint8_t* unit = values + (tile * C::value_tiles + group * per_group + p) * kQuadBytes;
+        const int shift = shift_of(bits, p);
+        if constexpr (C::bfloat) {
+          const WideDequantizer<true, true> dequantizer(low, span, false);
+          store(unit, dequantizer.template expand<false>(w[2 * h], 0, shift),
+                dequantizer.template expand<false>(w[2 * h + 1], 0, shift));
+        } else {
+          // Errors of values reach the output as they are, those of keys times the spread of the scores.
+          const HalfDequantizer<true, bits> dequantizer(low, span);
+          store(unit, dequantizer.expand(w[2 * h], shift), dequantizer.expand(w[2 * h + 1], shift));
+        }
       }
     }
   }
