@@ -9,7 +9,7 @@
 namespace kvant::cuda {
 
 // One function per generated instance file (CMakeLists.txt lists them in prefill_tables.inc).
-#define KVANT_PREFILL_TABLE(name) PrefillKernel name();
+#define KVANT_PREFILL_TABLE(name) std::span<const PrefillKernel> name();
 #include "prefill_tables.inc"
 #undef KVANT_PREFILL_TABLE
 
@@ -18,13 +18,25 @@ namespace {
 constexpr int kMaxParts = 32;
 constexpr int kMergeWarps = 8;
 
-const std::vector<PrefillKernel>& all() {
-  static const std::vector<PrefillKernel> kernels = {
-#define KVANT_PREFILL_TABLE(name) name(),
+std::vector<PrefillKernel> collect() {
+  std::vector<PrefillKernel> kernels;
+#define KVANT_PREFILL_TABLE(name) \
+  for (const PrefillKernel& kernel : name()) kernels.push_back(kernel);
 #include "prefill_tables.inc"
 #undef KVANT_PREFILL_TABLE
-  };
   return kernels;
+}
+
+const std::vector<PrefillKernel>& all() {
+  static const std::vector<PrefillKernel> kernels = collect();
+  return kernels;
+}
+
+// Whether the device runs the machine code of sm_90a and not that of another architecture in the same build.
+bool runs_wgmma(const PrefillKernel& kernel) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel.function), "attributes of the prefill kernel");
+  return attributes.binaryVersion == 90;
 }
 
 template <bool Bfloat>
@@ -79,20 +91,22 @@ std::span<const PrefillKernel> prefill_kernels() {
 }
 
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
+  const PrefillKernel* best = nullptr;
   for (const PrefillKernel& kernel : all()) {
     const bool keys = kernel.key.bits == format.key.bits && kernel.key.dim == format.key.dim &&
                       kernel.key.high_steps == format.key.high_steps;
     const bool values = kernel.value.bits == format.value.bits && kernel.value.dim == format.value.dim;
-    if (keys && values && kernel.bfloat == format.bfloat) return &kernel;
+    if (!keys || !values || kernel.bfloat != format.bfloat) continue;
+    if (kernel.wgmma ? runs_wgmma(kernel) : best == nullptr) best = &kernel;
   }
-  return nullptr;
+  return best;
 }
 
 int prepare_prefill(const PrefillKernel& kernel) {
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
         "shared memory of the prefill kernel");
   int blocks = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, 128,
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads,
                                                       static_cast<std::size_t>(kernel.shared_bytes)),
         "co-resident blocks");
   int device = 0;
@@ -134,7 +148,8 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts};
   check(cudaLaunchKernel(
             kernel.function,
-            dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)), dim3(128),
+            dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)),
+            dim3(static_cast<unsigned>(kernel.threads)),
             parameters, static_cast<std::size_t>(kernel.shared_bytes), as_stream(stream)),
         "launch of the prefill kernel");
   if (parts == 1) return;

@@ -14,8 +14,10 @@ struct PrefillKernel {
   KeyFormat key;
   ValueFormat value;
   bool bfloat = false;
+  bool wgmma = false;  // for sm_90a only
   const void* function = nullptr;
   int vectors = 0;  // query vectors of a thread block; vector v is row v / group, head v % group
+  int threads = 0;
   int shared_bytes = 0;
 };
 
@@ -25,7 +27,7 @@ struct PrefillSplit {
   int parts = 1;          // more than one: partial results meet in a second kernel
 };
 
-// Null where this build has no such kernel.
+// The best for the current device; null where this build has no such kernel.
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format);
 std::span<const PrefillKernel> prefill_kernels();
 

@@ -1,12 +1,10 @@
-// From pages to tiles of 64 tokens in shared memory, as half-precision B fragments of m16n8k16 that a warp reads with
-// one 16-byte load per lane and two matrix instructions. All that depends on the format of sealed pages is in
-// PageTiles; a format that needs more than kivi and kitty do adds a specialization of it.
+// From pages to tiles of 64 tokens in shared memory, in half precision. All that depends on the format of sealed pages is
+// in PageTiles; a format that needs more than kivi and kitty do adds a specialization of it. How a tile lies in shared
+// memory is the business of the Engine (prefill_mma.cuh, prefill_wgmma.cuh) whose matrix instructions read it.
 //
-// A tile is made of units: 512 bytes, 16 per lane 4g + t, for 16 depth indices and 16 columns:
-//   {columns 0..7, first pair; columns 8..15, first pair; columns 0..7, second pair; columns 8..15, second pair}
-//   keys    depth is channels: pairs (4t, 4t + 1), (4t + 2, 4t + 3); column g is token g        [token / 16][channel / 16]
-//   values  depth is tokens: pairs (2t, 2t + 1), (2t + 8, 2t + 9);   column g is channel g      [token / 16][channel / 16]
-// The order of channels inside 16 is that of the code words; queries are loaded in the same order.
+// What is handed from one to the other is a unit: 16 rows by 16 depth indices, 8 values per lane 4g + t as two uint2:
+//   keys    rows are tokens:   .x channels 4t, 4t + 1, .y channels 4t + 2, 4t + 3; of tokens g (first) and g + 8 (second)
+//   values  rows are channels: .x tokens 2t, 2t + 1, .y tokens 2t + 8, 2t + 9; of channels g and g + 8
 #pragma once
 
 #include "cuda/decode_unit.cuh"
@@ -16,18 +14,21 @@ namespace kvant::cuda {
 constexpr int kStageTokens = 64;  // half a page
 constexpr int kStageTiles = kStageTokens / kTile;
 
-template <class F>  // key, value, bfloat
+// F: key, value, bfloat. Wgmma: for the warpgroup instructions of sm_90a, else those of sm_80.
+template <class F, bool Wgmma>
 struct PrefillConfig {
   static constexpr KeyFormat key = F::key;
   static constexpr ValueFormat value = F::value;
   static constexpr ExactFormat exact{F::key.dim, F::value.dim};
   static constexpr bool bfloat = F::bfloat;
-  static constexpr int warps = 4;
+  static constexpr bool wgmma = Wgmma;
+  static constexpr int warps = Wgmma ? 8 : 4;
   static constexpr int threads = warps * 32;
-  // Row tiles of 16 vectors per warp. Two halve what the tiles cost to read; outputs of longer heads leave registers
-  // for one only.
-  static constexpr int m_tiles = value.dim <= 128 ? 2 : 1;
+  // Row tiles of 16 vectors per warp. Without warpgroups two halve what it costs to read the tiles; the outputs of longer
+  // heads leave registers for one only.
+  static constexpr int m_tiles = !Wgmma && value.dim <= 128 ? 2 : 1;
   static constexpr int vectors = warps * m_tiles * 16;
+  static constexpr int blocks = !Wgmma || value.dim <= 128 ? 2 : 1;  // of a multiprocessor: one computes, one unpacks
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 
@@ -120,7 +121,7 @@ class HalfDequantizer {
 
 // Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it. Every thread
 // of the block calls both; between them the copies must have arrived and the block must have met.
-template <class C>
+template <class C, class Engine>
 struct PageTiles {
   static __device__ __forceinline__ void fetch(std::uint8_t* raw, const std::uint8_t* page, int half) {
     constexpr int head = C::key.codes_offset();
@@ -181,9 +182,6 @@ struct PageTiles {
     return word;
   }
 
-  static __device__ __forceinline__ void store(std::uint8_t* unit, const uint2& a, const uint2& b) {
-    *reinterpret_cast<uint4*>(unit + threadIdx.x % 32 * 16) = {a.x, b.x, a.y, b.y};
-  }
   // Of the codes of position p inside their bytes.
   static __device__ constexpr int shift_of(int bits, int p) { return bits == 2 ? 2 * p : 4 * (p % 2); }
 
@@ -226,8 +224,8 @@ struct PageTiles {
         std::uint32_t w[4];
         words.fragment(p, w);
         const std::uint32_t mask = 0x03030303U << (2 * p);
-        store(keys + ((group * per_group + p) * C::key_tiles + step * 2 + h) * kQuadBytes,
-              dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, shift_of(bits, p)),
+        Engine::store_keys(keys, group * per_group + p, step * 2 + h,
+                           dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, shift_of(bits, p)),
               dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, shift_of(bits, p)));
       }
     }
@@ -261,41 +259,39 @@ struct PageTiles {
         if (group * per_group + p >= C::value_tiles) break;
         std::uint32_t w[4];
         words.fragment(p, w);
-        std::uint8_t* unit = values + (tile * C::value_tiles + group * per_group + p) * kQuadBytes;
+        const int channel_tile = group * per_group + p;
         const int shift = shift_of(bits, p);
         if constexpr (C::bfloat) {
           const WideDequantizer<true, true> dequantizer(low, span, false);
-          store(unit, dequantizer.template expand<false>(w[2 * h], 0, shift),
-                dequantizer.template expand<false>(w[2 * h + 1], 0, shift));
+          Engine::store_values(values, tile, channel_tile, dequantizer.template expand<false>(w[2 * h], 0, shift),
+                               dequantizer.template expand<false>(w[2 * h + 1], 0, shift));
         } else {
           // Errors of values reach the output as they are, those of keys times the spread of the scores.
           const HalfDequantizer<true, bits> dequantizer(low, span);
-          store(unit, dequantizer.expand(w[2 * h], shift), dequantizer.expand(w[2 * h + 1], shift));
+          Engine::store_values(values, tile, channel_tile, dequantizer.expand(w[2 * h], shift),
+                               dequantizer.expand(w[2 * h + 1], shift));
         }
       }
     }
   }
 };
 
-// Four unquantized 16-token tiles, straight from global memory. Values already are units; keys have their channels in
-// the order of m16n8k16.
-template <class C>
+// Four unquantized 16-token tiles, straight from global memory.
+template <class C, class Engine>
 __device__ void copy_exact_tiles(const std::uint8_t* tiles, std::uint8_t* keys, std::uint8_t* values) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::warps) {
-    const std::uint8_t* from =
-        tiles + unit / C::key_tiles * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes;
-    // Channel 4t + 2i is element (4t + 2i) % 8 of its row's half (4t) / 8: lane 4g + 2 (t % 2) + i of that matrix.
-    const std::uint8_t* first = from + ((lane & ~3) + (lane % 2) * 2) * 16 + lane % 4 / 2 * 8;
-    const uint2 a = *reinterpret_cast<const uint2*>(first);
-    const uint2 b = *reinterpret_cast<const uint2*>(first + 16);
-    *reinterpret_cast<uint4*>(keys + unit * kQuadBytes + lane * 16) = {a.x, a.y, b.x, b.y};
+    const int tile = unit / C::key_tiles;
+    Engine::copy_keys(tiles + tile * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes, keys, tile,
+                      unit % C::key_tiles);
   }
   for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
-    const std::uint8_t* from = tiles + unit / C::value_tiles * C::exact.tile_bytes() + C::exact.key_bytes() +
-                               unit % C::value_tiles * kQuadBytes;
-    *reinterpret_cast<uint4*>(values + unit * kQuadBytes + lane * 16) = *reinterpret_cast<const uint4*>(from + lane * 16);
+    const int tile = unit / C::value_tiles;
+    const std::uint8_t* from = tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() +
+                               unit % C::value_tiles * kQuadBytes + lane * 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    Engine::store_values(values, tile, unit % C::value_tiles, {x.x, x.z}, {x.y, x.w});
   }
 }
 
