@@ -256,7 +256,8 @@ class Runner {
 
   void report_prefill(double us, double error) const {
     const double seen = static_cast<double>(case_.tokens) - (case_.rows - 1) / 2.0;  // by a row, on average
-    const double operations = 2.0 * (case_.shape.key_dim + case_.shape.value_dim) * heads() * case_.batch * case_.rows * seen;
+    const double operations =
+        2.0 * (case_.shape.key_dim + case_.shape.value_dim) * heads() * case_.batch * case_.rows * seen;
     std::printf(
         "{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"rows\": %d, \"kind\": \"prefill\", "
         "\"us\": %.1f, \"TFLOP/s\": %.0f, \"error\": %.2e, \"split\": \"%s\"}\n",
@@ -399,9 +400,10 @@ void run_case(const Case& c, double bandwidth, bool tune) {
 
 // A chunk of a prompt at the end of 32k tokens. The error is that of a chunk of 64 rows: binary64 takes its time.
 void run_prefill() {
-  for (const auto& [name, recipe, type] :
-       {std::tuple{"2-bit", "kivi:k=2,v=2", DType::f16}, {"kitty 25 %", "kitty:sink=0", DType::f16},
-        {"4-bit", "kivi:k=4,v=4", DType::f16}, {"2-bit bf16", "kivi:k=2,v=2", DType::bf16}}) {
+  for (const auto& [name, recipe, type] : {std::tuple{"2-bit", "kivi:k=2,v=2", DType::f16},
+                                           {"kitty 25 %", "kitty:sink=0", DType::f16},
+                                           {"4-bit", "kivi:k=4,v=4", DType::f16},
+                                           {"2-bit bf16", "kivi:k=2,v=2", DType::bf16}}) {
     Case c;
     c.name = name;
     c.recipe = recipe;

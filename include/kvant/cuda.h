@@ -1,10 +1,10 @@
 /* The GPU library (kvant/cuda.hpp) for C and for whoever calls C: opaque handles, status codes, no exception crosses.
  *
- * Every function that returns kvant_status sets its outputs only on KVANT_OK; objects are unchanged after a failed call,
- * and kvant_last_error() says which argument was refused and why. Handles are made by *_create and *_fork and given
- * back by *_destroy, which takes NULL. A pool may go before what was made from it; a sequence must outlive the batches
- * that it is bound to, a batch its plans. Work is enqueued on the stream given (a cudaStream_t; NULL is the default
- * stream), device pointers are plain pointers. Calls that share a pool belong on one thread at a time. */
+ * Every function that returns kvant_status sets its outputs only on KVANT_OK; objects are unchanged after a failed
+ * call, and kvant_last_error() says which argument was refused and why. Handles are made by *_create and *_fork and
+ * given back by *_destroy, which takes NULL. A pool may go before what was made from it; a sequence must outlive the
+ * batches that it is bound to, a batch its plans. Work is enqueued on the stream given (a cudaStream_t; NULL is the
+ * default stream), device pointers are plain pointers. Calls that share a pool belong on one thread at a time. */
 #ifndef KVANT_CUDA_H
 #define KVANT_CUDA_H
 

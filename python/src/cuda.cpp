@@ -1,5 +1,7 @@
 // kvant._core.cuda: the GPU library on tensors of any framework that speaks DLPack. Nothing of torch is linked: tensors
 // are asked for their capsule with stream=-1 (no synchronisation), streams are integers.
+#include "kvant/cuda.hpp"
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,7 +11,6 @@
 #include <vector>
 
 #include "arrays.hpp"
-#include "kvant/cuda.hpp"
 #include "kvant/error.hpp"
 #include "kvant/recipe.hpp"
 #include "module.hpp"
@@ -41,10 +42,14 @@ cuda::AttendPath path_of(const std::string& name) {
 
 const char* name_of(cuda::AttendPath path) {
   switch (path) {
-    case cuda::AttendPath::automatic: break;
-    case cuda::AttendPath::integer: return "integer";
-    case cuda::AttendPath::prefill: return "prefill";
-    case cuda::AttendPath::reference: return "reference";
+    case cuda::AttendPath::automatic:
+      break;
+    case cuda::AttendPath::integer:
+      return "integer";
+    case cuda::AttendPath::prefill:
+      return "prefill";
+    case cuda::AttendPath::reference:
+      return "reference";
   }
   return "automatic";
 }
@@ -198,19 +203,21 @@ void bind_memory(nb::module_& module) {
   nb::class_<Pool>(module, "PagePool",
                    "Device memory for sealed pages and for exact pages of 128 unquantized tokens, one layer, on the "
                    "current device.")
-      .def(nb::init<const std::string&, int, int, int, const std::string&, int, int>(), nb::arg("recipe"), nb::kw_only(),
-           nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("pages"),
-           nb::arg("exact_pages"))
+      .def(nb::init<const std::string&, int, int, int, const std::string&, int, int>(), nb::arg("recipe"),
+           nb::kw_only(), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("dtype"),
+           nb::arg("pages"), nb::arg("exact_pages"))
       .def_prop_ro("recipe", [](const Pool& pool) { return to_text(pool.value.recipe()); })
       .def_prop_ro("free_pages", [](const Pool& pool) { return pool.value.free_pages(); })
       .def_prop_ro("free_exact_pages", [](const Pool& pool) { return pool.value.free_exact_pages(); })
-      .def_prop_ro("nbytes", [](const Pool& pool) { return pool.value.bytes(); }, "Bytes of device memory.");
+      .def_prop_ro(
+          "nbytes", [](const Pool& pool) { return pool.value.bytes(); }, "Bytes of device memory.");
   nb::class_<Sequence>(module, "Sequence", "The pages of one sequence: sinks, sealed pages, open tail.")
       .def(nb::init<const Pool&>(), nb::arg("pool"))
       .def(
           "fork", [](const Sequence& s, std::uintptr_t stream) { return Sequence(s.value->fork(as_stream(stream))); },
           nb::arg("stream") = 0, "A sequence that shares the sealed pages and has copies of the open ones.")
-      .def_prop_ro("length", [](const Sequence& s) { return s.value->length(); }, "Tokens.")
+      .def_prop_ro(
+          "length", [](const Sequence& s) { return s.value->length(); }, "Tokens.")
       .def_prop_ro("sealed_pages", [](const Sequence& s) { return s.value->sealed_pages(); });
 }
 
@@ -226,8 +233,9 @@ void bind_calls(nb::module_& module) {
           "Makes room for that many more tokens per sequence, so that captured appends need no new table.")
       .def("append", &Batch::append, nb::arg("keys"), nb::arg("values"), nb::arg("stream") = 0,
            "Appends tensors [sequence, row, kv_head, channel], contiguous, of the pool's type.")
-      .def("count_appended", [](Batch& b, int rows) { b.state->value.count_appended(rows); }, nb::arg("rows"),
-           "Tells the host's side that a graph with an append of that many rows was replayed.")
+      .def(
+          "count_appended", [](Batch& b, int rows) { b.state->value.count_appended(rows); }, nb::arg("rows"),
+          "Tells the host's side that a graph with an append of that many rows was replayed.")
       .def(
           "seal_ready", [](Batch& b, std::uintptr_t stream) { return b.state->value.seal_ready(as_stream(stream)); },
           nb::arg("stream") = 0,
@@ -237,16 +245,18 @@ void bind_calls(nb::module_& module) {
                    "How one attention call is split over the GPU. Valid until pages of the batch are sealed or it is "
                    "bound anew; sequences may meanwhile grow by `headroom` tokens. Making a plan allocates and "
                    "synchronises, running it does neither.")
-      .def(nb::init<const Batch&, int, int, float, float, const nb::object&, int, bool, bool, int, const std::string&>(),
-           nb::arg("batch"), nb::arg("query_heads"), nb::arg("rows") = 1, nb::kw_only(), nb::arg("scale") = 0.0F,
-           nb::arg("softcap") = 0.0F, nb::arg("sinks") = nb::none(), nb::arg("sliding_window") = 0,
-           nb::arg("overlap") = false, nb::arg("pages_settled") = false, nb::arg("headroom") = 128,
-           nb::arg("path") = "automatic")
+      .def(
+          nb::init<const Batch&, int, int, float, float, const nb::object&, int, bool, bool, int, const std::string&>(),
+          nb::arg("batch"), nb::arg("query_heads"), nb::arg("rows") = 1, nb::kw_only(), nb::arg("scale") = 0.0F,
+          nb::arg("softcap") = 0.0F, nb::arg("sinks") = nb::none(), nb::arg("sliding_window") = 0,
+          nb::arg("overlap") = false, nb::arg("pages_settled") = false, nb::arg("headroom") = 128,
+          nb::arg("path") = "automatic")
       .def("run", &Plan::run, nb::arg("q"), nb::arg("out"), nb::arg("lse") = nb::none(), nb::arg("stream") = 0,
            "Attention of q [sequence, row, query_head, key_dim], the last rows of each sequence, into out [.., "
            "value_dim]; lse: None or float32 [sequence, row, query_head]. All contiguous.")
-      .def_prop_ro("path", [](const Plan& plan) { return name_of(plan.value->path()); },
-                   "'integer', 'prefill' or 'reference': the kernel that serves the plan.")
+      .def_prop_ro(
+          "path", [](const Plan& plan) { return name_of(plan.value->path()); },
+          "'integer', 'prefill' or 'reference': the kernel that serves the plan.")
       .def("__repr__", [](const Plan& plan) { return "AttendPlan(" + plan.value->describe() + ")"; });
 }
 

@@ -15,7 +15,7 @@ DeviceInfo device_info() {
   check(cudaGetDevice(&device), "CUDA device");
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "CUDA device properties");
-  DeviceInfo info{properties.name,  device, properties.major, properties.minor, properties.multiProcessorCount,
+  DeviceInfo info{properties.name,          device, properties.major, properties.minor, properties.multiProcessorCount,
                   properties.totalGlobalMem};
   if (info.major < 8) {
     base::fail(ErrorCode::unsupported, "device '" + info.name + "' has compute capability " +

@@ -1,10 +1,9 @@
-#include "cuda/prefill.hpp"
-
 #include <algorithm>
 #include <vector>
 
 #include "cuda/check.hpp"
 #include "cuda/decode_merge.cuh"
+#include "cuda/prefill.hpp"
 
 namespace kvant::cuda {
 
@@ -55,15 +54,14 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   Segment segment;
   segment.sequence = static_cast<int>(blockIdx.z);
   segment.kv_head = static_cast<int>(blockIdx.y);
-  const auto item = (static_cast<std::int64_t>(blockIdx.z) * args.kv_heads + segment.kv_head) * blocks +
-                    vector / vectors_per_block;
+  const auto item =
+      (static_cast<std::int64_t>(blockIdx.z) * args.kv_heads + segment.kv_head) * blocks + vector / vectors_per_block;
   const std::int64_t stride = static_cast<std::int64_t>(vectors_per_block) * (value_dim + 2);
   const float* first = args.partials + item * parts * stride + vector % vectors_per_block * (value_dim + 2);
 
   float2 state{kMinusInfinity, 0};
   if (lane < parts) state = *reinterpret_cast<const float2*>(first + lane * stride + value_dim);
-  const float maximum =
-      ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(state.x)))));
+  const float maximum = ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(state.x)))));
   const float weight = ptx::exp2_fast(state.x - (maximum == kMinusInfinity ? 0.0F : maximum));
   const float sum =
       ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(ptx::xor_sum<2>(ptx::xor_sum<1>(state.y * weight)))));
@@ -149,8 +147,8 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   check(cudaLaunchKernel(
             kernel.function,
             dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)),
-            dim3(static_cast<unsigned>(kernel.threads)),
-            parameters, static_cast<std::size_t>(kernel.shared_bytes), as_stream(stream)),
+            dim3(static_cast<unsigned>(kernel.threads)), parameters, static_cast<std::size_t>(kernel.shared_bytes),
+            as_stream(stream)),
         "launch of the prefill kernel");
   if (parts == 1) return;
   const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;

@@ -42,8 +42,8 @@ int choose_parts(std::int64_t items, std::int64_t stages, int slots);
 // Floats that the partial results of a call take; 0 with one part.
 std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& split, int kv_heads, int sequences);
 
-// `layout` says which pages of a sequence are coded and how many sinks it has, as for the reference kernel. Segments and
-// counters of args are not read; args.partials must have prefill_workspace() floats.
+// `layout` says which pages of a sequence are coded and how many sinks it has, as for the reference kernel. Segments
+// and counters of args are not read; args.partials must have prefill_workspace() floats.
 void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
                     const PrefillSplit& split, int sequences, void* stream);
 

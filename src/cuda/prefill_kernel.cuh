@@ -1,5 +1,5 @@
-// Prefill attention: flash attention on half-precision tensor cores over tiles that the block dequantizes for all of its
-// query vectors. README.md has the reasons.
+// Prefill attention: flash attention on half-precision tensor cores over tiles that the block dequantizes for all of
+// its query vectors. README.md has the reasons.
 #pragma once
 
 #include <type_traits>
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     __syncthreads();  // the page is here, and nobody reads the tiles any more
     if (stage.coded) {
       Pages::unpack(raw, stage.position / kStageTokens % 2, args.boosted, keys, values,
-                           shared + C::rank_offset + warp * C::key.dim);
+                    shared + C::rank_offset + warp * C::key.dim);
     } else {
       copy_exact_tiles<C, Engine>(stage.data, keys, values);
     }

@@ -1,7 +1,8 @@
 // Prefill on warp-level matrix instructions (sm_80 and later): tiles are B fragments of m16n8k16.
 //
-// A unit is 512 bytes, 16 per lane: {rows 0..7, .x; rows 8..15, .x; rows 0..7, .y; rows 8..15, .y}, so that one load gives
-// the operands of two instructions. The order of channels inside 16 is that of the code words; queries lie in the same.
+// A unit is 512 bytes, 16 per lane: {rows 0..7, .x; rows 8..15, .x; rows 0..7, .y; rows 8..15, .y}, so that one load
+// gives the operands of two instructions. The order of channels inside 16 is that of the code words; queries lie in the
+// same.
 #pragma once
 
 #include "cuda/prefill_state.cuh"
@@ -10,8 +11,8 @@ namespace kvant::cuda {
 
 template <class C>
 struct MmaEngine {
-  static __device__ __forceinline__ void store_keys(std::uint8_t* keys, int token_tile, int channel_tile, const uint2& a,
-                                                    const uint2& b) {
+  static __device__ __forceinline__ void store_keys(std::uint8_t* keys, int token_tile, int channel_tile,
+                                                    const uint2& a, const uint2& b) {
     store(keys + (token_tile * C::key_tiles + channel_tile) * kQuadBytes, a, b);
   }
   static __device__ __forceinline__ void store_values(std::uint8_t* values, int token_tile, int channel_tile,

@@ -60,8 +60,8 @@ struct Stage {
 
 // Hides tokens from rows that must not see them.
 template <class C>
-__device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage& stage,
-                                            const PrefillState<C>& state, Scores<C>& s) {
+__device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage& stage, const PrefillState<C>& state,
+                                            Scores<C>& s) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int m = 0; m < C::m_tiles; ++m) {

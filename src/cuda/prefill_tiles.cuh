@@ -1,10 +1,10 @@
-// From pages to tiles of 64 tokens in shared memory, in half precision. All that depends on the format of sealed pages is
-// in PageTiles; a format that needs more than kivi and kitty do adds a specialization of it. How a tile lies in shared
-// memory is the business of the Engine (prefill_mma.cuh, prefill_wgmma.cuh) whose matrix instructions read it.
+// From pages to tiles of 64 tokens in shared memory, in half precision. All that depends on the format of sealed pages
+// is in PageTiles; a format that needs more than kivi and kitty do adds a specialization of it. How a tile lies in
+// shared memory is the business of the Engine (prefill_mma.cuh, prefill_wgmma.cuh) whose matrix instructions read it.
 //
 // What is handed from one to the other is a unit: 16 rows by 16 depth indices, 8 values per lane 4g + t as two uint2:
-//   keys    rows are tokens:   .x channels 4t, 4t + 1, .y channels 4t + 2, 4t + 3; of tokens g (first) and g + 8 (second)
-//   values  rows are channels: .x tokens 2t, 2t + 1, .y tokens 2t + 8, 2t + 9; of channels g and g + 8
+//   keys    rows are tokens:   .x channels 4t, 4t + 1, .y channels 4t + 2, 4t + 3; of tokens g (first) and g + 8
+//   (second) values  rows are channels: .x tokens 2t, 2t + 1, .y tokens 2t + 8, 2t + 9; of channels g and g + 8
 #pragma once
 
 #include "cuda/decode_unit.cuh"
@@ -24,8 +24,8 @@ struct PrefillConfig {
   static constexpr bool wgmma = Wgmma;
   static constexpr int warps = Wgmma ? 8 : 4;
   static constexpr int threads = warps * 32;
-  // Row tiles of 16 vectors per warp. Without warpgroups two halve what it costs to read the tiles; the outputs of longer
-  // heads leave registers for one only.
+  // Row tiles of 16 vectors per warp. Without warpgroups two halve what it costs to read the tiles; the outputs of
+  // longer heads leave registers for one only.
   static constexpr int m_tiles = !Wgmma && value.dim <= 128 ? 2 : 1;
   static constexpr int vectors = warps * m_tiles * 16;
   static constexpr int blocks = !Wgmma || value.dim <= 128 ? 2 : 1;  // of a multiprocessor: one computes, one unpacks
@@ -183,7 +183,9 @@ struct PageTiles {
   }
 
   // Of the codes of position p inside their bytes.
-  static __device__ constexpr int shift_of(int bits, int p) { return bits == 2 ? 2 * p : 4 * (p % 2); }
+  static __device__ constexpr int shift_of(int bits, int p) {
+    return bits == 2 ? 2 * p : 4 * (p % 2);
+  }
 
   // `group`: of this half, the others are not in `raw`.
   static __device__ __forceinline__ void unpack_keys(const std::uint8_t* raw, int half, int group, int step,
@@ -226,7 +228,7 @@ struct PageTiles {
         const std::uint32_t mask = 0x03030303U << (2 * p);
         Engine::store_keys(keys, group * per_group + p, step * 2 + h,
                            dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, shift_of(bits, p)),
-              dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, shift_of(bits, p)));
+                           dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, shift_of(bits, p)));
       }
     }
   }
@@ -288,8 +290,8 @@ __device__ void copy_exact_tiles(const std::uint8_t* tiles, std::uint8_t* keys, 
   }
   for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
     const int tile = unit / C::value_tiles;
-    const std::uint8_t* from = tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() +
-                               unit % C::value_tiles * kQuadBytes + lane * 16;
+    const std::uint8_t* from =
+        tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() + unit % C::value_tiles * kQuadBytes + lane * 16;
     const uint4 x = *reinterpret_cast<const uint4*>(from);
     Engine::store_values(values, tile, unit % C::value_tiles, {x.x, x.z}, {x.y, x.w});
   }

@@ -8,12 +8,12 @@
 
 #include "kvant/cuda.h"
 
-#define CHECK(condition)                                                                              \
-  do {                                                                                                \
-    if (!(condition)) {                                                                               \
-      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition, kvant_last_error());         \
-      exit(1);                                                                                        \
-    }                                                                                                 \
+#define CHECK(condition)                                                                      \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition, kvant_last_error()); \
+      exit(1);                                                                                \
+    }                                                                                         \
   } while (0)
 
 enum { HEADS = 2, GROUP = 4, DIM = 128, QUERY_HEADS = HEADS * GROUP };

@@ -82,13 +82,14 @@ TEST(GpuPrefill, BoostedChannels) {
 
 TEST(GpuPrefill, LengthsAroundPageBoundaries) {
   KVANT_NEEDS_GPU();
-  for (const char* recipe : {"kivi:k=2,v=2,window=0", "kitty:sink=32", "kivi:k=4,v=4,sink=128",
-                             "kivi:k=2,v=2,sink=100,window=16"}) {
+  for (const char* recipe :
+       {"kivi:k=2,v=2,window=0", "kitty:sink=32", "kivi:k=4,v=4,sink=128", "kivi:k=2,v=2,sink=100,window=16"}) {
     for (const int rows : {9, 130}) {
       Shape shape;
       shape.recipe = recipe;
       shape.rows = rows;
-      shape.lengths = {0, 1, 2, 8, 63, 64, 65, 127, 128, 129, 130, 131, 191, 192, 193, 255, 256, 257, 383, 384, 385, 513};
+      shape.lengths = {0,   1,   2,   8,   63,  64,  65,  127, 128, 129, 130,
+                       131, 191, 192, 193, 255, 256, 257, 383, 384, 385, 513};
       expect_agreement(shape);
     }
   }
