@@ -111,7 +111,8 @@ kvant_status kvant_cuda_plan_create(const kvant_cuda_batch* batch, int query_hea
 void kvant_cuda_plan_destroy(kvant_cuda_plan* plan);
 /* Which kernel serves the plan: never KVANT_CUDA_AUTOMATIC. */
 kvant_status kvant_cuda_plan_path(const kvant_cuda_plan* plan, kvant_cuda_path* path);
-/* q [sequence][row][query_head][key_dim], out [..][value_dim], dense; lse NULL or float [sequence][row][query_head]. */
+/* q [sequence][row][query_head][key_dim], out [..][value_dim], dense, aligned to 8 and 4 bytes; lse NULL or float
+ * [sequence][row][query_head]. */
 kvant_status kvant_cuda_plan_run(const kvant_cuda_plan* plan, const void* q, void* out, float* lse, void* stream);
 
 #ifdef __cplusplus

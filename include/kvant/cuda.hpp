@@ -152,9 +152,9 @@ class AttendPlan {
   ~AttendPlan();
   AttendPlan(AttendPlan&&) noexcept;
 
-  // q [sequence][row][query_head][key_dim] and out [..][value_dim], dense, cache's type; lse null or
-  // [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are zeros,
-  // -inf.
+  // q [sequence][row][query_head][key_dim] and out [..][value_dim], dense, cache's type, aligned to 8 and 4 bytes; lse
+  // null or [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are
+  // zeros, -inf.
   void run(const void* q, void* out, float* lse, void* stream) const;
 
   AttendPath path() const;

@@ -30,6 +30,12 @@ void check_shape(const CacheShape& shape, int query_heads, int rows, const Atten
   if (headroom < 0) refuse("headroom is " + std::to_string(headroom) + "; allowed: 0 and more");
 }
 
+// Kernels read and write several elements at once.
+void check_alignment(const char* name, const void* pointer, std::uintptr_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0) return;
+  refuse(std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes");
+}
+
 DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
   DecodeVariant variant;
   variant.key_bits = format.key.bits;
@@ -253,6 +259,9 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
              std::to_string(impl.longest));
     }
   }
+  check_alignment("q", q, 8);
+  check_alignment("out", out, 4);
+  check_alignment("lse", lse, 4);
   DecodeArgs args = impl.args;
   args.q = q;
   args.out = out;

@@ -172,6 +172,10 @@ static void test_attention(void) {
 
   /* What does not fit is refused and changes nothing. */
   CHECK(kvant_cuda_plan_create(batch, 7, 1, NULL, &plan) == KVANT_INVALID_ARGUMENT && plan == NULL);
+  CHECK(kvant_cuda_plan_create(batch, QUERY_HEADS, 1, NULL, &plan) == KVANT_OK);
+  CHECK(kvant_cuda_plan_run(plan, (const char*)q + 2, keys, NULL, NULL) == KVANT_INVALID_ARGUMENT);
+  CHECK(strstr(kvant_last_error(), "aligned") != NULL);
+  kvant_cuda_plan_destroy(plan);
   CHECK(kvant_cuda_batch_append(batch, keys, values, 600, NULL) == KVANT_OUT_OF_RANGE);
   CHECK(kvant_cuda_batch_count_appended(batch, 41) == KVANT_OUT_OF_RANGE);
   CHECK(kvant_cuda_sequence_fork(sequence, NULL, &fork) == KVANT_OK);
