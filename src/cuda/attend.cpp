@@ -36,17 +36,22 @@ DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
   variant.high_steps = format.key.high_steps;
   variant.key_dim = format.key.dim;
   variant.value_dim = format.value.dim;
+  variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   variant.n_tiles = vectors > 4 ? 2 : 1;
   return variant;
 }
 
 // Two blocks of vectors share what a page costs to unpack; shapes without such a kernel read the page once per block.
-const DecodeKernel* find_flat(DecodeVariant variant) {
-  const DecodeKernel* kernel = find_decode_kernel(variant);
+const DecodeKernel* find_flat(DecodeVariant variant, int key_bytes) {
+  const auto find = [&] {
+    const DecodeKernel* kernel = find_decode_kernel(variant);
+    return kernel != nullptr && fits(*kernel, key_bytes) ? kernel : nullptr;
+  };
+  const DecodeKernel* kernel = find();
   if (kernel == nullptr && variant.n_tiles > 1) {
     variant.n_tiles = 1;
-    kernel = find_decode_kernel(variant);
+    kernel = find();
   }
   return kernel;
 }
@@ -67,14 +72,14 @@ bool alike(const std::vector<PlanSequence>& sequences) {
   return sequences.empty() || units(*high) - units(*low) <= units(*high) / 20;
 }
 
-PlanDevice describe_device(const DecodeKernel& flat) {
+PlanDevice describe_device(const DecodeKernel& flat, int key_bytes) {
   const DeviceInfo info = device_info();
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   if (info.major < 9) return device;
   const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
-  device.clusters_of_2 = resident_clusters(pair, 2);
-  device.clusters_of_8 = resident_clusters(pair, 8);
+  device.clusters_of_2 = resident_clusters(pair, 2, key_bytes);
+  device.clusters_of_8 = resident_clusters(pair, 8, key_bytes);
   device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
   return device;
 }
@@ -134,7 +139,7 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   args.segments = segments.get();
   args.partials = partials.get();
   args.counters = counters.get();
-  prepare_decode(*kernel);
+  prepare_decode(*kernel, args.key_bytes);
 }
 
 AttendPlan::~AttendPlan() = default;
@@ -177,6 +182,7 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   args.group = query_heads / pool.shape.kv_heads;
   args.kv_heads = pool.shape.kv_heads;
   args.boosted = pool.format.boosted;
+  args.key_bytes = pool.format.key.bytes();
   args.pages_settled = options.overlap && options.pages_settled ? 1 : 0;
 
   for (const Sequence* sequence : impl.batch->sequences) {
@@ -184,7 +190,7 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
     impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
   }
   const DecodeKernel* flat =
-      path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group));
+      path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group), args.key_bytes);
   if (flat == nullptr) {
     if (path == AttendPath::integer) refuse("this build has no integer kernel for the pool's recipe and shape");
     impl.path = AttendPath::reference;
@@ -204,7 +210,7 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   for (const PlanSequence& s : pages) longest = std::max(longest, s.coded_units - s.first_unit);
   const int per_item = 4 * flat->variant.n_tiles;
   const int items = impl.sequences * pool.shape.kv_heads * ((rows * args.group + per_item - 1) / per_item);
-  const PlanDevice device = describe_device(*flat);
+  const PlanDevice device = describe_device(*flat, args.key_bytes);
   const Split split = choose_split(device, items, longest, alike(pages));
   impl.kernel = kernel_for(*flat, split);
   impl.load(split, split.half ? impl.describe_sequences(headroom, 2) : pages);

@@ -100,6 +100,11 @@ void Batch::reserve(int tokens, void* stream) {
 void Batch::append(const void* keys, const void* values, int rows, void* stream) {
   if (rows < 0) base::fail(ErrorCode::invalid_argument, "rows is " + std::to_string(rows) + "; allowed: 0 and more");
   if (rows == 0 || size() == 0) return;
+  if (!can_seal(impl_->pool->format)) {
+    base::fail(ErrorCode::unsupported, "append for recipe '" + to_text(impl_->pool->recipe) +
+                                           "': this build seals no such pages on the GPU; append and seal on the "
+                                           "CPU and upload");
+  }
   reserve(rows, stream);
   const Impl& impl = *impl_;
   AppendArgs args;

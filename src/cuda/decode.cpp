@@ -33,10 +33,10 @@ struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Launch(const DecodeKernel& kernel, int groups, int ranks, bool dependent, cudaStream_t stream) {
+  Launch(const DecodeKernel& kernel, int groups, int ranks, int key_bytes, bool dependent, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned>(groups * ranks));
     config.blockDim = dim3(static_cast<unsigned>(kernel.warps * 32));
-    config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+    config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes(key_bytes));
     config.stream = stream;
     config.attrs = attributes;
     if (ranks > 1) {
@@ -65,14 +65,23 @@ const DecodeKernel* find_decode_kernel(const DecodeVariant& variant) {
   return nullptr;
 }
 
-void prepare_decode(const DecodeKernel& kernel) {
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+bool fits(const DecodeKernel& kernel, int key_bytes) {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return kernel.shared_bytes(key_bytes) <= most;
+}
+
+void prepare_decode(const DecodeKernel& kernel, int key_bytes) {
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel.shared_bytes(key_bytes)),
         "shared memory of the decode kernel");
 }
 
-int resident_clusters(const DecodeKernel& kernel, int ranks) {
-  prepare_decode(kernel);
-  const Launch launch(kernel, 1, ranks, false, nullptr);
+int resident_clusters(const DecodeKernel& kernel, int ranks, int key_bytes) {
+  prepare_decode(kernel, key_bytes);
+  const Launch launch(kernel, 1, ranks, key_bytes, false, nullptr);
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &launch.config), "co-resident clusters");
   return clusters;
@@ -80,30 +89,43 @@ int resident_clusters(const DecodeKernel& kernel, int ranks) {
 
 void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,
                    bool dependent, void* stream) {
-  const Launch launch(kernel, groups, ranks, dependent, as_stream(stream));
+  const Launch launch(kernel, groups, ranks, args.key_bytes, dependent, as_stream(stream));
   // The runtime copies parameters during the call and writes none of them.
   void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<InlinePlan*>(&plan), &ranks};
   check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the decode kernel");
 }
 
-void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
+namespace {
+
+SealKernel seal_kernel_of(const DeviceFormat& format) {
   DecodeVariant variant;
   variant.key_bits = format.key.bits;
   variant.value_bits = format.value.bits;
   variant.high_steps = format.key.high_steps;
   variant.key_dim = format.key.dim;
   variant.value_dim = format.value.dim;
+  variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   const DecodeKernel* kernel = find_decode_kernel(variant);
-  if (kernel == nullptr) {
-    base::fail(ErrorCode::unsupported, "this build has no kernels for the pool's recipe and shape");
+  return kernel == nullptr ? SealKernel() : kernel->seal;
+}
+
+}  // namespace
+
+bool can_seal(const DeviceFormat& format) {
+  return seal_kernel_of(format).function != nullptr;
+}
+
+void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
+  const auto [function, shared_bytes] = seal_kernel_of(format);
+  if (function == nullptr) {
+    base::fail(ErrorCode::unsupported, "this build has no kernels that write pages of the pool's recipe and shape");
   }
-  check(cudaFuncSetAttribute(kernel->seal, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->seal_shared_bytes),
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
         "shared memory of the seal kernel");
   void* parameters[] = {const_cast<SealArgs*>(&args)};
-  check(cudaLaunchKernel(kernel->seal, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)),
-                         dim3(kSealThreads), parameters, static_cast<std::size_t>(kernel->seal_shared_bytes),
-                         as_stream(stream)),
+  check(cudaLaunchKernel(function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)),
+                         dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
         "launch of the seal kernel");
 }
 

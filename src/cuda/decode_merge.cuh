@@ -91,22 +91,18 @@ __device__ void store_result(const DecodeArgs& args, const Segment& segment, int
 
 // Writes this warp's state to shared memory, ready to be summed.
 template <class C>
-__device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>& state, const Lane& lane) {
+__device__ void publish_warp(std::uint8_t* shared, int warp, WarpState<C>& state, const Lane& lane) {
   auto* outputs = reinterpret_cast<float*>(shared + C::merge_offset) + warp * C::vectors * C::merge_stride;
   auto* states = reinterpret_cast<float2*>(shared + C::state_offset) + warp * C::vectors;
+  state.settle();
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
     const float sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.sum[n])));
-    const float bias = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.bias[n])));
     const int vector = 4 * n + lane.t;
 #pragma unroll
     for (int j = 0; j < C::value_tiles; ++j) {
-      constexpr int bits = C::value_positions == 4 ? 2 : 4;
-      const float excess = state.excess[n] * (1.0F / static_cast<float>(1 << (bits * (j % C::value_positions))));
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g] = state.o[n][j][e] - excess + bias;
-      }
+      for (int e = 0; e < 2; ++e) outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g] = state.o[n][j][e];
     }
     if (lane.g == 0) states[vector] = {state.maximum[n], sum};
   }
@@ -170,7 +166,7 @@ __device__ bool arrive_last(const DecodeArgs& args, const Segment& segment, std:
 // All warps of all blocks of the cluster meet at the end of a segment.
 template <class C>
 __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank, int ranks,
-                              const WarpState<C>& state, const Lane& lane) {
+                              WarpState<C>& state, const Lane& lane) {
   const int thread = static_cast<int>(threadIdx.x);
   publish_warp<C>(shared, thread / 32, state, lane);
   __syncthreads();

@@ -40,7 +40,8 @@ __device__ __forceinline__ const std::uint16_t* query_row(const DecodeArgs& args
 
 template <class C>
 struct WarpState {
-  float q[C::n_tiles][C::steps * 4];           // channels 32 step + 16 half + 4t + 0..3 of the prepared vector
+  // Channels 32 step + 16 half + 4t + 0..3 of the prepared vector; sorted keys have their queries in shared memory.
+  float q[C::n_tiles][C::sorted ? 1 : C::steps * 4];
   const std::uint16_t* query[C::n_tiles];      // the prepared vector in memory (set where channels are gathered)
   float o[C::n_tiles][C::value_tiles][2];      // channels 16 tile + g + 8e of the owned vector
   float maximum[C::n_tiles], sum[C::n_tiles];  // sum: this lane's tokens only
@@ -56,6 +57,59 @@ struct WarpState {
 #pragma unroll
       for (int j = 0; j < C::value_tiles; ++j) o[n][j][0] = o[n][j][1] = 0;
     }
+  }
+
+  // Moves what is kept apart from the outputs into them: the values' minima and the 2^23 of every sum.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      const float all = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(bias[n])));
+#pragma unroll
+      for (int j = 0; j < C::value_tiles; ++j) {
+        constexpr int bits = C::value_positions == 4 ? 2 : 4;
+        const float lost = excess[n] * (1.0F / static_cast<float>(1 << (bits * (j % C::value_positions))));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) o[n][j][e] = o[n][j][e] - lost + all;
+      }
+      bias[n] = excess[n] = 0;
+    }
+  }
+
+  // Turns outputs from rotated values into those of plain ones: the Hadamard transform of each block of channels, whose
+  // number is 16 tile + 8e + g. Pages hold the transform divided by the block, so this one needs no factor.
+  __device__ __forceinline__ void unrotate(const Lane& lane) {
+    settle();
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+#pragma unroll
+      for (int bit = 1; bit < 8; bit *= 2) {
+        const float sign = (lane.g & bit) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+        for (int j = 0; j < C::value_tiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            o[n][j][e] = fmaf(sign, o[n][j][e], __shfl_xor_sync(0xFFFFFFFFU, o[n][j][e], 4 * bit));
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < C::value_tiles; ++j) add_and_subtract(o[n][j][0], o[n][j][1]);
+#pragma unroll
+      for (int span = 1; span < C::rotation / kTile; span *= 2) {
+#pragma unroll
+        for (int j = 0; j < C::value_tiles; ++j) {
+          if ((j & span) != 0) continue;
+          add_and_subtract(o[n][j][0], o[n][j + span][0]);
+          add_and_subtract(o[n][j][1], o[n][j + span][1]);
+        }
+      }
+    }
+  }
+
+  __device__ static __forceinline__ void add_and_subtract(float& a, float& b) {
+    const float difference = a - b;
+    a += b;
+    b = difference;
   }
 
   // Moves the running maximum of block n to at least `peak`; returns a finite stand-in for the new maximum.

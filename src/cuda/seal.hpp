@@ -39,7 +39,9 @@ struct SealArgs {
 };
 
 void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream);
-// Throws Error(unsupported) where this build has no kernels for the format.
+// Whether this build has a kernel that writes pages of the format.
+bool can_seal(const DeviceFormat& format);
+// Throws Error(unsupported) where it has none.
 void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream);
 
 }  // namespace kvant::cuda

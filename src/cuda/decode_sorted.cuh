@@ -1,0 +1,277 @@
+// Scores of a page whose key channels have widths of their own (waterfill): channels lie by width class, every plane
+// covers a run of them.
+//
+// One x = q * step per channel, in the order of the page, serves all planes: a plane's shift is the same for all of its
+// channels and leaves with its factor. The bytes of x go through shared memory, where a plane finds its own from any
+// four on.
+#pragma once
+
+#include "cuda/decode_unit.cuh"
+
+namespace kvant::cuda {
+
+// Fours of channels per class, and where the classes end in the order of the page.
+struct SortedRuns {
+  int six, four, five, one, three, two;
+
+  __device__ __forceinline__ explicit SortedRuns(const std::uint8_t* counts) {
+    const uint2 c = *reinterpret_cast<const uint2*>(counts);
+    six = static_cast<int>(c.x & 0xFFU);
+    four = static_cast<int>(c.x >> 8 & 0xFFU);
+    five = static_cast<int>(c.x >> 16 & 0xFFU);
+    one = static_cast<int>(c.x >> 24);
+    three = static_cast<int>(c.y & 0xFFU);
+    two = static_cast<int>(c.y >> 8 & 0xFFU);
+  }
+  // 1 / the largest code as the planes hold it: codes of even width count double.
+  __device__ __forceinline__ float rate(int at) const {
+    float r = 1.0F / 6.0F;
+    r = at < six + four + five + one + three ? 1.0F / 7.0F : r;
+    r = at < six + four + five + one ? 1.0F : r;
+    r = at < six + four + five ? 1.0F / 31.0F : r;
+    r = at < six + four ? 1.0F / 30.0F : r;
+    return at < six ? 1.0F / 126.0F : r;
+  }
+};
+
+// The queries of a segment for all warps. The caller's last barrier has freed the place.
+template <class C>
+__device__ __forceinline__ void share_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
+  auto* to = reinterpret_cast<std::uint16_t*>(shared + C::query_offset);
+  for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::key.dim; i += C::threads) {
+    const int vector = i / C::key.dim;
+    const int channel = i % C::key.dim;
+    const std::uint16_t* q = query_row(args, segment, vector);
+    to[channel * C::vectors + vector] = q != nullptr ? q[channel] : std::uint16_t{0};
+  }
+  __syncthreads();
+}
+
+// Combines x[v] of vector v over all lanes; the result is that of this lane's owned vector, lane % 4.
+template <class Combine>
+__device__ __forceinline__ float combine_lanes(const float (&x)[4], const Combine& combine) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool odd = (lane & 1) != 0;
+  const bool upper = (lane & 2) != 0;
+  const float a = combine(odd ? x[1] : x[0], __shfl_xor_sync(0xFFFFFFFFU, odd ? x[0] : x[1], 1));
+  const float b = combine(odd ? x[3] : x[2], __shfl_xor_sync(0xFFFFFFFFU, odd ? x[2] : x[3], 1));
+  float r = combine(upper ? b : a, __shfl_xor_sync(0xFFFFFFFFU, upper ? a : b, 2));
+  r = combine(r, __shfl_xor_sync(0xFFFFFFFFU, r, 4));
+  r = combine(r, __shfl_xor_sync(0xFFFFFFFFU, r, 8));
+  return combine(r, __shfl_xor_sync(0xFFFFFFFFU, r, 16));
+}
+
+// Rows of x: 8n + 2v is the high byte of vector 4n + v, the next one its low byte; a word per four.
+template <class C>
+struct SortedOperand {
+  float descale[C::n_tiles];  // of the owned vector: integer score -> q . (step * code)
+  float zero[C::n_tiles];     // of the owned vector: q . min
+
+  __device__ __forceinline__ void prepare(const std::uint8_t* tile, const SortedRuns& runs,
+                                          const std::uint16_t* queries, std::uint32_t* x) {
+    constexpr int fours = C::key.dim / kFour;
+    constexpr int rounds = (fours + 31) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float v[rounds][C::vectors][4];
+    float peak[C::n_tiles][4], offset[C::n_tiles][4];
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        peak[n][k] = 1e-30F;
+        offset[n][k] = 0;
+      }
+    }
+#pragma unroll
+    for (int round = 0; round < rounds; ++round) {
+      const int four = 32 * round + lane;
+      const bool live = four < fours;
+      uint4 ends{0, 0, 0, 0};
+      std::uint32_t channels = 0;
+      if (live) {
+        ends = *reinterpret_cast<const uint4*>(tile + four * 16);
+        channels = *reinterpret_cast<const std::uint32_t*>(tile + C::key.index_offset() + four * 4);
+      }
+      const float2 low[2] = {ptx::widen2<C::bfloat>(ends.x), ptx::widen2<C::bfloat>(ends.y)};
+      const float2 high[2] = {ptx::widen2<C::bfloat>(ends.z), ptx::widen2<C::bfloat>(ends.w)};
+      const float min[4] = {low[0].x, low[0].y, low[1].x, low[1].y};
+      const float max[4] = {high[0].x, high[0].y, high[1].x, high[1].y};
+      const float rate = runs.rate(four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float step = (max[i] - min[i]) * rate;
+        const auto* q =
+            reinterpret_cast<const uint2*>(queries + static_cast<int>(channels >> (8 * i) & 0xFFU) * C::vectors);
+#pragma unroll
+        for (int n = 0; n < C::n_tiles; ++n) {
+          const uint2 raw = q[n];
+          const float2 pair[2] = {ptx::widen2<C::bfloat>(raw.x), ptx::widen2<C::bfloat>(raw.y)};
+          const float parts[4] = {pair[0].x, pair[0].y, pair[1].x, pair[1].y};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float product = parts[k] * step;
+            v[round][4 * n + k][i] = product;
+            peak[n][k] = fmaxf(peak[n][k], fabsf(product));
+            offset[n][k] = fmaf(parts[k], min[i], offset[n][k]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      const float top = combine_lanes(peak[n], [](float a, float b) { return fmaxf(a, b); });
+      zero[n] = combine_lanes(offset[n], [](float a, float b) { return a + b; });
+      descale[n] = top * (1.0F / 32512.0F);
+      const float factor = 32512.0F * ptx::reciprocal(top);  // high byte within +-127
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float f = __shfl_sync(0xFFFFFFFFU, factor, k);
+#pragma unroll
+        for (int round = 0; round < rounds; ++round) {
+          const int four = 32 * round + lane;
+          std::uint32_t high, low;
+          split_bytes(v[round][4 * n + k], f, high, low);
+          if (four >= fours) continue;
+          x[(8 * n + 2 * k) * C::x_stride + four] = high;
+          x[(8 * n + 2 * k + 1) * C::x_stride + four] = low;
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// A lane's words of one half step (fours 4 half + t of a step) of a plane: 4, 2 or 1 bits, all 128 tokens.
+template <int Bits>
+struct SortedWords {
+  uint4 word[Bits == 4 ? 2 : 1];
+
+  __device__ __forceinline__ void load(const std::uint8_t* plane, int k, const Lane& lane) {
+    const std::uint8_t* four = plane + k * (Bits * kFourBytes);
+    if constexpr (Bits == 1) {
+      four += (lane.g ^ ((lane.t & 2) << 1)) * 8;
+      word[0].x = reinterpret_cast<const std::uint32_t*>(four)[0];
+      word[0].y = reinterpret_cast<const std::uint32_t*>(four)[1];
+    } else {
+      four += (lane.g ^ (lane.t << 1)) * 16;
+      word[0] = *reinterpret_cast<const uint4*>(four);
+      if constexpr (Bits == 4) word[1] = *reinterpret_cast<const uint4*>(four + 128);
+    }
+  }
+  // Registers of rows g and g + 8 of a row tile; the factor 2^(Bits * position) stays in the codes.
+  __device__ __forceinline__ uint2 fragment(int tile) const {
+    constexpr int positions = 8 / Bits;
+    const int group = tile / positions;
+    const std::uint32_t mask = (Bits == 1 ? 0x01010101U : Bits == 2 ? 0x03030303U : 0x0F0F0F0FU)
+                               << (Bits * (tile % positions));
+    const uint4& w = word[group / 2];
+    return group % 2 == 0 ? uint2{w.x & mask, w.y & mask} : uint2{w.z & mask, w.w & mask};
+  }
+};
+
+// Adds the fields of one plane over the fours first..first + count - 1 to the scores. weight: of a field, owned vector.
+template <int Bits, class C>
+__device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::uint32_t* x, int first, int count,
+                                          const Lane& lane, const float (&weight)[C::n_tiles],
+                                          float (&s)[C::n_tiles][C::token_tiles][2]) {
+  constexpr int positions = 8 / Bits;
+  constexpr int most = ((1 << Bits) - 1) << (Bits * (positions - 1));
+  constexpr int chunk = (1 << 22) / (most * 128 * kStep);  // steps whose sums stay exact
+  static_assert(chunk >= 4);
+  std::int32_t c[C::n_tiles][C::token_tiles][4];
+  const auto clear = [&] {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < C::token_tiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[n][j][i] = 0x4B400000;
+      }
+    }
+  };
+  const auto flush = [&] {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < C::token_tiles; ++j) {
+        const float factor = weight[n] * (1.0F / static_cast<float>(1 << (Bits * (j % positions))));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float high = __int_as_float(c[n][j][2 * e]) - kKeyMagic;
+          const float low = __int_as_float(c[n][j][2 * e + 1]) - kKeyMagic;
+          s[n][j][e] = fmaf(fmaf(high, 256.0F, low), factor, s[n][j][e]);
+        }
+      }
+    }
+  };
+  clear();
+#pragma unroll 1
+  for (int step = 0; 8 * step < count; ++step) {
+    if constexpr (C::steps > chunk) {
+      if (step > 0 && step % chunk == 0) {
+        flush();
+        clear();
+      }
+    }
+    // Past the run's end x is zero and the codes are those of some four of it.
+    const int k[2] = {8 * step + lane.t, 8 * step + 4 + lane.t};
+    SortedWords<Bits> words[2];
+    std::uint32_t b[C::n_tiles][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      words[half].load(plane, min(k[half], count - 1), lane);
+#pragma unroll
+      for (int n = 0; n < C::n_tiles; ++n) {
+        b[n][half] = k[half] < count ? x[(8 * n + lane.g) * C::x_stride + first + k[half]] : 0U;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < C::token_tiles; ++j) {
+      const uint2 lower = words[0].fragment(j);
+      const uint2 upper = words[1].fragment(j);
+      const std::uint32_t a[4] = {lower.x, lower.y, upper.x, upper.y};
+#pragma unroll
+      for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<true>(c[n][j], a, b[n][0], b[n][1]);
+    }
+  }
+  flush();
+}
+
+// s[n][tile][e] as score_unit has it.
+template <class C>
+__device__ __forceinline__ void score_sorted(float scale, const std::uint8_t* tile, std::uint8_t* shared,
+                                             const Lane& lane, float (&s)[C::n_tiles][C::token_tiles][2]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  auto* x = reinterpret_cast<std::uint32_t*>(shared + C::x_offset) + warp * C::x_words;
+  const SortedRuns runs(tile + C::key.counts_offset());
+  float base[C::n_tiles], twice[C::n_tiles];
+  {
+    SortedOperand<C> operand;
+    operand.prepare(tile, runs, reinterpret_cast<const std::uint16_t*>(shared + C::query_offset), x);
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      base[n] = operand.descale[n] * (scale * kLog2e);
+      twice[n] = 2.0F * base[n];
+#pragma unroll
+      for (int j = 0; j < C::token_tiles; ++j) s[n][j][0] = s[n][j][1] = operand.zero[n] * (scale * kLog2e);
+    }
+  }
+  const int fours = runs.six + runs.four + runs.five;
+  const int ones = runs.five + runs.one + runs.three;
+  const int twos = runs.three + runs.two;
+  const std::uint8_t* plane = tile + C::key.codes_offset();
+  if (fours > 0) add_plane<4, C>(plane, x, 0, fours, lane, twice, s);
+  plane += fours * (4 * kFourBytes);
+  if (ones > 0) add_plane<1, C>(plane, x, runs.six + runs.four, ones, lane, base, s);
+  plane += ones * kFourBytes;
+  if (twos > 0) add_plane<2, C>(plane, x, fours + runs.one, twos, lane, twice, s);
+  if (runs.six > 0) {
+    plane += twos * (2 * kFourBytes);
+    float high[C::n_tiles];
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) high[n] = 32.0F * base[n];
+    add_plane<2, C>(plane, x, 0, runs.six, lane, high, s);
+  }
+}
+
+}  // namespace kvant::cuda
