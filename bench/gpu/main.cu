@@ -82,6 +82,62 @@ __global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsigned see
   }
 }
 
+// Pages with an order of channels and counts are the CPU's own, a few of them over and over. Channels differ as those
+// of models do, by a factor of 2^normal.
+constexpr int kSealedKinds = 8;
+
+std::vector<std::byte> sealed_images(const PagePool::Impl& pool) {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  const CacheShape& shape = pool.shape;
+  Recipe recipe = pool.recipe;
+  recipe.window = 0;
+  recipe.sink = 0;
+  const auto channels = static_cast<std::size_t>(shape.kv_heads * shape.key_dim);
+  std::vector<float> scale(channels);
+  for (float& x : scale) x = std::exp2(normal(random));
+  const std::int64_t tokens = std::int64_t{kSealedKinds} * kPage;
+  std::vector<float> keys(static_cast<std::size_t>(tokens) * channels);
+  for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = normal(random) * scale[i % channels];
+  std::vector<float> values(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim));
+  for (float& x : values) x = normal(random);
+  Cache cache(recipe, shape);
+  cache.append(dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim),
+               dense_view(values.data(), DType::f32, tokens, shape.kv_heads, shape.value_dim));
+  std::vector<std::byte> images(pool.page_stride() * kSealedKinds);
+  const std::size_t head_bytes = pool.format.head_bytes();
+  for (int page = 0; page < kSealedKinds; ++page) {
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const auto at = static_cast<std::size_t>(page * shape.kv_heads + head) * head_bytes;
+      to_device(pool.format, pool.layout, cache.store().sealed_block(page), head,
+                std::span(images).subspan(at, head_bytes));
+    }
+  }
+  return images;
+}
+
+__global__ void repeat_pages(uint4* pages, const uint4* kinds, std::size_t per_page) {
+  uint4* page = pages + static_cast<std::size_t>(blockIdx.x) * per_page;
+  const uint4* from = kinds + blockIdx.x % kSealedKinds * per_page;
+  for (std::size_t i = threadIdx.x; i < per_page; i += blockDim.x) page[i] = from[i];
+}
+
+void fill_pool(const PagePool::Impl& pool, int pages) {
+  if (!pool.format.key.sorted()) {
+    fill_pages<<<1024, 256>>>(pool.pages.get(), pool.pages.bytes() / 4, 1U);
+    fill_endpoints<<<static_cast<unsigned>(pages * pool.shape.kv_heads), 128>>>(pool.pages.get(), pool.format, 5U);
+    need(cudaDeviceSynchronize(), "fill");
+    return;
+  }
+  const std::vector<std::byte> images = sealed_images(pool);
+  DeviceBuffer<std::byte> kinds(images.size());
+  kinds.copy_from(images.data(), images.size());
+  repeat_pages<<<static_cast<unsigned>(pages), 256>>>(reinterpret_cast<uint4*>(pool.pages.get()),
+                                                      reinterpret_cast<const uint4*>(kinds.get()),
+                                                      pool.page_stride() / sizeof(uint4));
+  need(cudaDeviceSynchronize(), "fill");
+}
+
 // ---- timing
 
 double median(std::vector<double> x) {
@@ -177,10 +233,7 @@ class Runner {
     bytes_ = static_cast<double>(pages) * static_cast<double>(page_bytes(recipe, c.shape));
     const int sets = static_cast<int>(std::max(1.0, std::ceil(kRotate / bytes_)));
     pool_ = std::make_unique<PagePool>(recipe, c.shape, static_cast<int>(pages) * sets, 0);
-    const PagePool::Impl& pool = *pool_->impl();
-    fill_pages<<<1024, 256>>>(pool.pages.get(), pool.pages.bytes() / 4, 1U);
-    fill_endpoints<<<static_cast<unsigned>(pages * sets * c.shape.kv_heads), 128>>>(pool.pages.get(), pool.format, 5U);
-    need(cudaDeviceSynchronize(), "fill");
+    fill_pool(*pool_->impl(), static_cast<int>(pages) * sets);
     std::vector<std::int32_t> numbers;
     for (int i = 0; i < pages * sets; ++i) numbers.push_back(pool_->impl()->page_numbers.take());
     std::shuffle(numbers.begin(), numbers.end(), random);
@@ -312,8 +365,11 @@ double time_seal(const char* recipe, int pages) {
 
 std::vector<Case> table_cases() {
   std::vector<Case> cases;
-  for (const auto& [name, recipe] :
-       {std::pair{"2-bit", "kivi:k=2,v=2"}, {"kitty 25 %", "kitty:sink=0"}, {"4-bit", "kivi:k=4,v=4"}}) {
+  for (const auto& [name, recipe] : {std::pair{"2-bit", "kivi:k=2,v=2"},
+                                     {"kitty 25 %", "kitty:sink=0"},
+                                     {"small", "small:sink=0"},
+                                     {"balanced", "balanced:sink=0"},
+                                     {"4-bit", "kivi:k=4,v=4"}}) {
     for (const auto& [batch, tokens] :
          {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
       Case c;
@@ -352,6 +408,11 @@ std::vector<Case> more_cases() {
   add("2-bit 2 rows", "kivi:k=2,v=2", 128, DType::f16, 4, 32, 32768, 0, 2);
   add("2-bit D=64", "kivi:k=2,v=2", 64, DType::f16, 4, 32, 32768, 0, 1);
   add("2-bit D=256", "kivi:k=2,v=2", 256, DType::f16, 4, 32, 32768, 0, 1);
+  add("near-lossless", "near-lossless:sink=0", 128, DType::f16, 4, 32, 32768, 0, 1);
+  add("small bf16", "small:sink=0", 128, DType::bf16, 4, 32, 32768, 0, 1);
+  add("small g=8", "small:sink=0", 128, DType::f16, 8, 32, 32768, 0, 1);
+  add("small D=64", "small:sink=0", 64, DType::f16, 4, 32, 32768, 0, 1);
+  add("small mixed 1k..64k", "small:sink=0", 128, DType::f16, 4, 32, 65536, 1024, 1);
   add("4-bit D=64", "kivi:k=4,v=4", 64, DType::f16, 4, 32, 32768, 0, 1);
   return cases;
 }
@@ -383,22 +444,26 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   }
 }
 
-int run(const std::string& what) {
+// `name`: only cases whose name begins like it.
+int run(const std::string& what, const std::string& name) {
   const DeviceInfo info = device_info();
   const double bandwidth = read_bandwidth();
   std::printf("{\"device\": \"%s\", \"read GB/s\": %.0f}\n", info.name.c_str(), bandwidth);
   if (what == "table" || what == "all") {
-    for (const Case& c : table_cases()) run_case(c, bandwidth, false);
+    for (const Case& c : table_cases()) {
+      if (c.name.starts_with(name)) run_case(c, bandwidth, false);
+    }
   }
   if (what == "tune") {
     std::vector<Case> cases = table_cases();
     cases.push_back(more_cases().front());
     for (const Case& c : cases) {
-      if (c.batch > 1 && c.name != "4-bit") run_case(c, bandwidth, true);
+      if (c.batch > 1 && c.name != "4-bit" && c.name.starts_with(name)) run_case(c, bandwidth, true);
     }
   }
   if (what == "more" || what == "all") {
     for (const Case& c : more_cases()) {
+      if (!c.name.starts_with(name)) continue;
       try {
         run_case(c, bandwidth, false);
       } catch (const Error& error) {
@@ -420,7 +485,7 @@ int run(const std::string& what) {
 
 int main(int argc, char** argv) {
   try {
-    return kvant::cuda::run(argc > 1 ? argv[1] : "all");
+    return kvant::cuda::run(argc > 1 ? argv[1] : "all", argc > 2 ? argv[2] : "");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench: %s\n", error.what());
     return 1;

@@ -40,8 +40,8 @@ struct DecodeConfig {
   static constexpr int key_positions = KeyBits == 2 ? 4 : 2;  // per byte once 3-bit codes are joined
   static constexpr int value_positions = ValueBits == 2 ? 4 : 2;
 
-  // Bytes of a slot. A half unit leaves out the other half's codes. Sorted keys: their bytes come with the arguments, so
-  // that one kernel serves every budget.
+  // Bytes of a slot. A half unit leaves out the other half's codes. Sorted keys: their bytes come with the arguments,
+  // so that one kernel serves every budget.
   static constexpr int key_bytes = sorted ? 0 : key.codes_offset() + (Half ? 1 : 2) * key.half_codes_bytes();
   static constexpr int value_bytes = (Half ? 1 : 2) * value.half_bytes();
   static constexpr int fixed_slot_bytes = key_bytes + value_bytes;

@@ -171,8 +171,8 @@ class Pipeline {
   __device__ void fetch_values(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
-      copy(slot_ + slot_key_bytes<C>(args_),
-           at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(), C::value_bytes);
+      copy(slot_ + slot_key_bytes<C>(args_), at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(),
+           C::value_bytes);
     }
     ptx::async_commit();
   }

@@ -162,7 +162,9 @@ struct SortedWords {
   __device__ __forceinline__ uint2 fragment(int tile) const {
     constexpr int positions = 8 / Bits;
     const int group = tile / positions;
-    const std::uint32_t mask = (Bits == 1 ? 0x01010101U : Bits == 2 ? 0x03030303U : 0x0F0F0F0FU)
+    const std::uint32_t mask = (Bits == 1   ? 0x01010101U
+                                : Bits == 2 ? 0x03030303U
+                                            : 0x0F0F0F0FU)
                                << (Bits * (tile % positions));
     const uint4& w = word[group / 2];
     return group % 2 == 0 ? uint2{w.x & mask, w.y & mask} : uint2{w.z & mask, w.w & mask};

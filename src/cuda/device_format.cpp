@@ -262,10 +262,10 @@ std::array<int, 6> checked_counts(const KeyFormat& key, const std::byte* keys) {
     bits += counts[i] * cache::kWidthOrder[i];
   }
   if (!good || fours != key.dim / kFour || bits > key.budget) {
-    base::fail(ErrorCode::bad_format, "a page's channels have " + std::to_string(fours) + " fours of widths that sum to " +
-                                          std::to_string(bits) + (good ? "" : ", and its order is no order") +
-                                          "; allowed: " + std::to_string(key.dim / kFour) + " fours, a sum of at most " +
-                                          std::to_string(key.budget));
+    base::fail(ErrorCode::bad_format,
+               "a page's channels have " + std::to_string(fours) + " fours of widths that sum to " +
+                   std::to_string(bits) + (good ? "" : ", and its order is no order") + "; allowed: " +
+                   std::to_string(key.dim / kFour) + " fours, a sum of at most " + std::to_string(key.budget));
   }
   return counts;
 }

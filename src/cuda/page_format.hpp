@@ -113,7 +113,8 @@ KVANT_BOTH constexpr int plane1_bit(int group, int position) {
   return (position & 1 ? 1 : 0) + high;
 }
 
-// Where a field of a plane of `bits` bits (1, 2, 4) of sorted keys lies: four `k` of the plane, channel `c` of the four.
+// Where a field of a plane of `bits` bits (1, 2, 4) of sorted keys lies: four `k` of the plane, channel `c` of the
+// four.
 struct FieldPlace {
   int byte, shift;
 };

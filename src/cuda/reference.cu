@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
     const int first = thread / f.rotation * f.rotation;
     for (int i = 0; i < f.rotation && thread < f.value.dim; ++i) {
       out += (__popc(static_cast<unsigned>(i & thread & (f.rotation - 1))) & 1) != 0 ? -turned[first + i]
-                                                                                    : turned[first + i];
+                                                                                     : turned[first + i];
     }
   }
   if (args.sinks != nullptr && args.sinks[head] != -INFINITY) {

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -80,6 +81,42 @@ double relative_error(std::span<const float> a, std::span<const float> b) {
   return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
+double tolerance(DType type) {
+  return type == DType::bf16 ? 3e-3 : 1e-3;
+}
+
+std::string text_of(const Shape& shape) {
+  std::string text = std::string(shape.recipe) + " " + std::to_string(shape.cache.key_dim) + "x" +
+                     std::to_string(shape.cache.value_dim) + " " + name_of(shape.cache.dtype) + " group " +
+                     std::to_string(shape.group) + " rows " + std::to_string(shape.rows) + " lengths";
+  for (const std::int64_t length : shape.lengths) text += " " + std::to_string(length);
+  return text;
+}
+
+void expect_agreement(const Shape& shape, unsigned seed) {
+  SCOPED_TRACE(text_of(shape));
+  const Twins twins(shape, seed);
+  const Twins::Result cpu = twins.on_cpu();
+  for (const AttendPath path : {AttendPath::reference, AttendPath::integer}) {
+    const Twins::Result gpu = twins.on_gpu(path);
+    const double error = relative_error(gpu.out, cpu.out);
+    EXPECT_LE(error, tolerance(shape.cache.dtype)) << (path == AttendPath::integer ? "integer" : "reference");
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
+    if (path == AttendPath::integer) ::testing::Test::RecordProperty("error", std::to_string(error));
+  }
+}
+
+void expect_same_blocks(const Sequence& sequence, const Cache& cache) {
+  ASSERT_EQ(sequence.length(), cache.length());
+  ASSERT_EQ(sequence.sealed_pages(), cache.counts().sealed_pages);
+  for (std::int64_t page = 0; page * 128 < cache.length(); ++page) {
+    const auto block = cache.store().sealed_block(page);
+    if (block.empty()) continue;
+    const std::vector<std::byte> device = sequence.download_block(page);
+    EXPECT_TRUE(std::equal(block.begin(), block.end(), device.begin(), device.end())) << "page " << page;
+  }
+}
+
 Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
     : shape(s),
       pool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages),
@@ -87,7 +124,7 @@ Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
   std::mt19937 random(seed);
   for (const std::int64_t length : s.lengths) {
     Cache cache(parse_recipe(s.recipe), s.cache);
-    const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, 0.2F);
+    const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, s.spread);
     const auto values = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.value_dim, 0.0F);
     if (length > 0) {
       cache.append(dense_view(keys.data(), s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim),
