@@ -12,7 +12,7 @@ constexpr int decode_warps(const KeyFormat& key, const ValueFormat& value, int n
   // Sorted keys: their budget is not known here; presets have about as many bits as the values.
   const KeyFormat usual = key.sorted() ? KeyFormat{0, key.dim, 0, key.dim * value.bits / kFour} : key;
   const int slot = usual.bytes() + value.bytes();
-  if (12 * slot <= 115200 && n_tiles == 1 && !half && !cluster) return 12;
+  if (12 * slot <= (key.sorted() ? 165000 : 115200) && n_tiles == 1 && !half && !cluster) return 12;
   return 8 * slot <= 150000 ? 8 : 4;
 }
 

@@ -141,47 +141,49 @@ struct SortedOperand {
   }
 };
 
-// A lane's words of one half step (fours 4 half + t of a step) of a plane: 4, 2 or 1 bits, all 128 tokens.
+// A lane's words of one half step (4 fours, of which lane t reads one) of a plane: 4, 2 or 1 bits, all 128 tokens.
 template <int Bits>
 struct SortedWords {
+  static constexpr int positions = 8 / Bits;
   uint4 word[Bits == 4 ? 2 : 1];
 
-  __device__ __forceinline__ void load(const std::uint8_t* plane, int k, const Lane& lane) {
-    const std::uint8_t* four = plane + k * (Bits * kFourBytes);
+  // The lane's part of the plane's four t; four 4i + t is 4i * Bits * kFourBytes further.
+  __device__ __forceinline__ static const std::uint8_t* place(const std::uint8_t* plane, const Lane& lane) {
+    const int inside = Bits == 1 ? (lane.g ^ ((lane.t & 2) << 1)) * 8 : (lane.g ^ (lane.t << 1)) * 16;
+    return plane + lane.t * (Bits * kFourBytes) + inside;
+  }
+  __device__ __forceinline__ void load(const std::uint8_t* at) {
     if constexpr (Bits == 1) {
-      four += (lane.g ^ ((lane.t & 2) << 1)) * 8;
-      word[0].x = reinterpret_cast<const std::uint32_t*>(four)[0];
-      word[0].y = reinterpret_cast<const std::uint32_t*>(four)[1];
+      const uint2 w = *reinterpret_cast<const uint2*>(at);
+      word[0].x = w.x;
+      word[0].y = w.y;
     } else {
-      four += (lane.g ^ (lane.t << 1)) * 16;
-      word[0] = *reinterpret_cast<const uint4*>(four);
-      if constexpr (Bits == 4) word[1] = *reinterpret_cast<const uint4*>(four + 128);
+      word[0] = *reinterpret_cast<const uint4*>(at);
+      if constexpr (Bits == 4) word[1] = *reinterpret_cast<const uint4*>(at + 128);
     }
   }
-  // Registers of rows g and g + 8 of a row tile; the factor 2^(Bits * position) stays in the codes.
+  // Registers of rows g and g + 8 of a row tile: the fields of this and of all lower positions, which the lower tiles'
+  // sums take off again. So the highest position needs no mask.
   __device__ __forceinline__ uint2 fragment(int tile) const {
-    constexpr int positions = 8 / Bits;
     const int group = tile / positions;
-    const std::uint32_t mask = (Bits == 1   ? 0x01010101U
-                                : Bits == 2 ? 0x03030303U
-                                            : 0x0F0F0F0FU)
-                               << (Bits * (tile % positions));
+    const int bits = Bits * (tile % positions + 1);
     const uint4& w = word[group / 2];
-    return group % 2 == 0 ? uint2{w.x & mask, w.y & mask} : uint2{w.z & mask, w.w & mask};
+    const uint2 pair = group % 2 == 0 ? uint2{w.x, w.y} : uint2{w.z, w.w};
+    if (bits == 8) return pair;
+    const std::uint32_t mask = ((1U << bits) - 1) * 0x01010101U;
+    return {pair.x & mask, pair.y & mask};
   }
 };
 
-// Adds the fields of one plane over the fours first..first + count - 1 to the scores. weight: of a field, owned vector.
+// Sums of the fields of one plane.
 template <int Bits, class C>
-__device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::uint32_t* x, int first, int count,
-                                          const Lane& lane, const float (&weight)[C::n_tiles],
-                                          float (&s)[C::n_tiles][C::token_tiles][2]) {
-  constexpr int positions = 8 / Bits;
-  constexpr int most = ((1 << Bits) - 1) << (Bits * (positions - 1));
-  constexpr int chunk = (1 << 22) / (most * 128 * kStep);  // steps whose sums stay exact
-  static_assert(chunk >= 4);
+struct SortedSums {
+  static constexpr int positions = 8 / Bits;
+  static constexpr int steps = (1 << 22) / (255 * 128 * kStep);  // whose sums stay exact in a float's mantissa
+  static_assert(steps >= 4);
   std::int32_t c[C::n_tiles][C::token_tiles][4];
-  const auto clear = [&] {
+
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
 #pragma unroll
@@ -190,8 +192,40 @@ __device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::
         for (int i = 0; i < 4; ++i) c[n][j][i] = 0x4B400000;
       }
     }
-  };
-  const auto flush = [&] {
+  }
+  // One step: 8 fours, or 4 with Whole false. at, x: the lane's part of the first; `left`: how many of them there are.
+  // Where a four is missing, x is zero and the codes are those of another one.
+  template <bool Whole>
+  __device__ __forceinline__ void add(const std::uint8_t* at, const std::uint32_t* x, int left, const Lane& lane) {
+    constexpr int bytes = Bits * kFourBytes;
+    const bool live = lane.t + (Whole ? 4 : 0) < left;
+    SortedWords<Bits> words[2];
+    std::uint32_t b[C::n_tiles][2];
+    words[0].load(Whole || live ? at : at - lane.t * bytes);
+    if constexpr (Whole) words[1].load(live ? at + 4 * bytes : at);
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      const std::uint32_t* row = x + 8 * n * C::x_stride;
+      b[n][0] = Whole || live ? row[0] : 0U;
+      b[n][1] = Whole && live ? row[4] : 0U;
+    }
+#pragma unroll
+    for (int j = 0; j < C::token_tiles; ++j) {
+      const uint2 lower = words[0].fragment(j);
+      if constexpr (Whole) {
+        const uint2 upper = words[1].fragment(j);
+        const std::uint32_t a[4] = {lower.x, lower.y, upper.x, upper.y};
+#pragma unroll
+        for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<true>(c[n][j], a, b[n][0], b[n][1]);
+      } else {
+#pragma unroll
+        for (int n = 0; n < C::n_tiles; ++n) ptx::mma_half_step(c[n][j], lower.x, lower.y, b[n][0]);
+      }
+    }
+  }
+  // weight: of a field, owned vector.
+  __device__ __forceinline__ void flush(const float (&weight)[C::n_tiles],
+                                        float (&s)[C::n_tiles][C::token_tiles][2]) const {
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
 #pragma unroll
@@ -199,44 +233,46 @@ __device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::
         const float factor = weight[n] * (1.0F / static_cast<float>(1 << (Bits * (j % positions))));
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float high = __int_as_float(c[n][j][2 * e]) - kKeyMagic;
-          const float low = __int_as_float(c[n][j][2 * e + 1]) - kKeyMagic;
+          const bool lowest = j % positions == 0;
+          const float high =
+              __int_as_float(c[n][j][2 * e]) - (lowest ? kKeyMagic : __int_as_float(c[n][j - !lowest][2 * e]));
+          const float low =
+              __int_as_float(c[n][j][2 * e + 1]) - (lowest ? kKeyMagic : __int_as_float(c[n][j - !lowest][2 * e + 1]));
           s[n][j][e] = fmaf(fmaf(high, 256.0F, low), factor, s[n][j][e]);
         }
       }
     }
-  };
-  clear();
-#pragma unroll 1
-  for (int step = 0; 8 * step < count; ++step) {
-    if constexpr (C::steps > chunk) {
-      if (step > 0 && step % chunk == 0) {
-        flush();
-        clear();
-      }
-    }
-    // Past the run's end x is zero and the codes are those of some four of it.
-    const int k[2] = {8 * step + lane.t, 8 * step + 4 + lane.t};
-    SortedWords<Bits> words[2];
-    std::uint32_t b[C::n_tiles][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      words[half].load(plane, min(k[half], count - 1), lane);
-#pragma unroll
-      for (int n = 0; n < C::n_tiles; ++n) {
-        b[n][half] = k[half] < count ? x[(8 * n + lane.g) * C::x_stride + first + k[half]] : 0U;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < C::token_tiles; ++j) {
-      const uint2 lower = words[0].fragment(j);
-      const uint2 upper = words[1].fragment(j);
-      const std::uint32_t a[4] = {lower.x, lower.y, upper.x, upper.y};
-#pragma unroll
-      for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<true>(c[n][j], a, b[n][0], b[n][1]);
-    }
   }
-  flush();
+};
+
+// Adds the fields of one plane over the fours first..first + count - 1 to the scores.
+template <int Bits, class C>
+__device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::uint32_t* x, int first, int count,
+                                          const Lane& lane, const float (&weight)[C::n_tiles],
+                                          float (&s)[C::n_tiles][C::token_tiles][2]) {
+  SortedSums<Bits, C> sums;
+  const std::uint8_t* at = SortedWords<Bits>::place(plane, lane);
+  x += lane.g * C::x_stride + first + lane.t;
+  sums.clear();
+  int left = count;
+#pragma unroll 1
+  for (int step = 0; left > 4; ++step, left -= 8, at += 8 * Bits * kFourBytes, x += 8) {
+    if constexpr (C::steps > SortedSums<Bits, C>::steps) {
+      if (step > 0 && step % SortedSums<Bits, C>::steps == 0) {
+        sums.flush(weight, s);
+        sums.clear();
+      }
+    }
+    sums.template add<true>(at, x, left, lane);
+  }
+  if (left > 0) {
+    if constexpr (C::steps > SortedSums<Bits, C>::steps) {
+      sums.flush(weight, s);
+      sums.clear();
+    }
+    sums.template add<false>(at, x, left, lane);
+  }
+  sums.flush(weight, s);
 }
 
 // s[n][tile][e] as score_unit has it.
@@ -269,10 +305,9 @@ __device__ __forceinline__ void score_sorted(float scale, const std::uint8_t* ti
   if (twos > 0) add_plane<2, C>(plane, x, fours + runs.one, twos, lane, twice, s);
   if (runs.six > 0) {
     plane += twos * (2 * kFourBytes);
-    float high[C::n_tiles];
 #pragma unroll
-    for (int n = 0; n < C::n_tiles; ++n) high[n] = 32.0F * base[n];
-    add_plane<2, C>(plane, x, 0, runs.six, lane, high, s);
+    for (int n = 0; n < C::n_tiles; ++n) base[n] *= 32.0F;
+    add_plane<2, C>(plane, x, 0, runs.six, lane, base, s);
   }
 }
 

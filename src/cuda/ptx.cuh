@@ -27,6 +27,14 @@ __device__ __forceinline__ void mma_bytes(std::int32_t (&c)[4], const std::uint3
   }
 }
 
+// The same over 16 depth indices, B signed: the first two registers of A and the first of B.
+__device__ __forceinline__ void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                              std::uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+
 // A and B binary16 or bfloat16, 16x16 by 16x8, binary32 sums.
 template <bool Bfloat>
 __device__ __forceinline__ void mma_half(float (&c)[4], const uint4& a, std::uint32_t b0, std::uint32_t b1) {
