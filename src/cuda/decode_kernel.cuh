@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(C::threads, 1)
       next.advance();
       pipeline.wait_keys();
       if constexpr (C::sorted) {
-        score_sorted<C>(args.scale, keys, shared, lane, s);
+        score_sorted<C>(args.scale, keys, shared, unit % C::units_per_page, lane, s);
       } else {
         KeyOperand<C> key;
         key.prepare(state, lane, keys, args.boosted);
@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(C::threads, 1)
       mix_unit<C>(state, lane, values, s);
       pipeline.fetch_values(next);
     }
+    state.settle();
     if constexpr (C::rotation > 1) state.unrotate(lane);  // exact values are not rotated
     for (; unit < segment.end; unit += workers) {
       const ExactTile tile = exact_tile<C>(args, segment, unit);

@@ -91,10 +91,9 @@ __device__ void store_result(const DecodeArgs& args, const Segment& segment, int
 
 // Writes this warp's state to shared memory, ready to be summed.
 template <class C>
-__device__ void publish_warp(std::uint8_t* shared, int warp, WarpState<C>& state, const Lane& lane) {
+__device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>& state, const Lane& lane) {
   auto* outputs = reinterpret_cast<float*>(shared + C::merge_offset) + warp * C::vectors * C::merge_stride;
   auto* states = reinterpret_cast<float2*>(shared + C::state_offset) + warp * C::vectors;
-  state.settle();
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
     const float sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.sum[n])));
@@ -166,7 +165,7 @@ __device__ bool arrive_last(const DecodeArgs& args, const Segment& segment, std:
 // All warps of all blocks of the cluster meet at the end of a segment.
 template <class C>
 __device__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank, int ranks,
-                              WarpState<C>& state, const Lane& lane) {
+                              const WarpState<C>& state, const Lane& lane) {
   const int thread = static_cast<int>(threadIdx.x);
   publish_warp<C>(shared, thread / 32, state, lane);
   __syncthreads();

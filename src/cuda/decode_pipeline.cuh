@@ -121,7 +121,7 @@ class Pipeline {
     if (threadIdx.x % 32 != 0 || at.done()) return;
     const std::uint8_t* page = at.page();
     ptx::barrier_expect(barrier_, slot_key_bytes<C>(args_));
-    if constexpr (C::half) {
+    if constexpr (C::half && !C::sorted) {
       constexpr int head = C::key.codes_offset();
       ptx::bulk_copy(slot_, page, head, barrier_);
       ptx::bulk_copy(slot_ + head, page + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes(),
@@ -160,9 +160,10 @@ class Pipeline {
   __device__ void fetch_keys(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
-      const int head = C::half ? C::key.codes_offset() : slot_key_bytes<C>(args_);
+      constexpr bool parts = C::half && !C::sorted;
+      const int head = parts ? C::key.codes_offset() : slot_key_bytes<C>(args_);
       copy(slot_, at.page(), head);
-      if constexpr (C::half) {
+      if constexpr (parts) {
         copy(slot_ + head, at.page() + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes());
       }
     }

@@ -15,13 +15,17 @@ struct SortedRuns {
   int six, four, five, one, three, two;
 
   __device__ __forceinline__ explicit SortedRuns(const std::uint8_t* counts) {
+    // All lanes read the same words; reducing them tells the compiler so, and loops over runs need no care for lanes
+    // that leave early.
     const uint2 c = *reinterpret_cast<const uint2*>(counts);
-    six = static_cast<int>(c.x & 0xFFU);
-    four = static_cast<int>(c.x >> 8 & 0xFFU);
-    five = static_cast<int>(c.x >> 16 & 0xFFU);
-    one = static_cast<int>(c.x >> 24);
-    three = static_cast<int>(c.y & 0xFFU);
-    two = static_cast<int>(c.y >> 8 & 0xFFU);
+    const unsigned low = __reduce_or_sync(0xFFFFFFFFU, c.x);
+    const unsigned high = __reduce_or_sync(0xFFFFFFFFU, c.y);
+    six = static_cast<int>(low & 0xFFU);
+    four = static_cast<int>(low >> 8 & 0xFFU);
+    five = static_cast<int>(low >> 16 & 0xFFU);
+    one = static_cast<int>(low >> 24);
+    three = static_cast<int>(high & 0xFFU);
+    two = static_cast<int>(high >> 8 & 0xFFU);
   }
   // 1 / the largest code as the planes hold it: codes of even width count double.
   __device__ __forceinline__ float rate(int at) const {
@@ -37,12 +41,12 @@ struct SortedRuns {
 // The queries of a segment for all warps. The caller's last barrier has freed the place.
 template <class C>
 __device__ __forceinline__ void share_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
-  auto* to = reinterpret_cast<std::uint16_t*>(shared + C::query_offset);
+  auto* to = reinterpret_cast<float*>(shared + C::query_offset);
   for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::key.dim; i += C::threads) {
     const int vector = i / C::key.dim;
     const int channel = i % C::key.dim;
     const std::uint16_t* q = query_row(args, segment, vector);
-    to[channel * C::vectors + vector] = q != nullptr ? q[channel] : std::uint16_t{0};
+    to[channel * C::vectors + vector] = q != nullptr ? ptx::widen2<C::bfloat>(q[channel]).x : 0.0F;
   }
   __syncthreads();
 }
@@ -67,8 +71,8 @@ struct SortedOperand {
   float descale[C::n_tiles];  // of the owned vector: integer score -> q . (step * code)
   float zero[C::n_tiles];     // of the owned vector: q . min
 
-  __device__ __forceinline__ void prepare(const std::uint8_t* tile, const SortedRuns& runs,
-                                          const std::uint16_t* queries, std::uint32_t* x) {
+  __device__ __forceinline__ void prepare(const std::uint8_t* tile, const SortedRuns& runs, const float* queries,
+                                          std::uint32_t* x) {
     constexpr int fours = C::key.dim / kFour;
     constexpr int rounds = (fours + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -101,12 +105,11 @@ struct SortedOperand {
       for (int i = 0; i < 4; ++i) {
         const float step = (max[i] - min[i]) * rate;
         const auto* q =
-            reinterpret_cast<const uint2*>(queries + static_cast<int>(channels >> (8 * i) & 0xFFU) * C::vectors);
+            reinterpret_cast<const float4*>(queries + static_cast<int>(channels >> (8 * i) & 0xFFU) * C::vectors);
 #pragma unroll
         for (int n = 0; n < C::n_tiles; ++n) {
-          const uint2 raw = q[n];
-          const float2 pair[2] = {ptx::widen2<C::bfloat>(raw.x), ptx::widen2<C::bfloat>(raw.y)};
-          const float parts[4] = {pair[0].x, pair[0].y, pair[1].x, pair[1].y};
+          const float4 four_queries = q[n];
+          const float parts[4] = {four_queries.x, four_queries.y, four_queries.z, four_queries.w};
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const float product = parts[k] * step;
@@ -141,25 +144,28 @@ struct SortedOperand {
   }
 };
 
-// A lane's words of one half step (4 fours, of which lane t reads one) of a plane: 4, 2 or 1 bits, all 128 tokens.
-template <int Bits>
+// A lane's words of one half step (4 fours, of which lane t reads one) of a plane: 4, 2 or 1 bits, all 128 tokens, or
+// those of one half of the page.
+template <int Bits, bool Half>
 struct SortedWords {
   static constexpr int positions = 8 / Bits;
-  uint4 word[Bits == 4 ? 2 : 1];
+  uint4 word[Bits == 4 && !Half ? 2 : 1];
 
   // The lane's part of the plane's four t; four 4i + t is 4i * Bits * kFourBytes further.
-  __device__ __forceinline__ static const std::uint8_t* place(const std::uint8_t* plane, const Lane& lane) {
+  __device__ __forceinline__ static const std::uint8_t* place(const std::uint8_t* plane, int half, const Lane& lane) {
     const int inside = Bits == 1 ? (lane.g ^ ((lane.t & 2) << 1)) * 8 : (lane.g ^ (lane.t << 1)) * 16;
-    return plane + lane.t * (Bits * kFourBytes) + inside;
+    const int group = Bits == 4 ? 128 * half : (Bits == 2 ? 8 * half : 0);
+    return plane + lane.t * (Bits * kFourBytes) + inside + group;
   }
-  __device__ __forceinline__ void load(const std::uint8_t* at) {
-    if constexpr (Bits == 1) {
+  __device__ __forceinline__ void load(const std::uint8_t* at, int half) {
+    if constexpr (Bits == 1 || (Bits == 2 && Half)) {
       const uint2 w = *reinterpret_cast<const uint2*>(at);
-      word[0].x = w.x;
-      word[0].y = w.y;
+      const int shift = Bits == 1 ? 4 * half : 0;  // single bits: the half's four positions
+      word[0].x = w.x >> shift;
+      word[0].y = w.y >> shift;
     } else {
       word[0] = *reinterpret_cast<const uint4*>(at);
-      if constexpr (Bits == 4) word[1] = *reinterpret_cast<const uint4*>(at + 128);
+      if constexpr (Bits == 4 && !Half) word[1] = *reinterpret_cast<const uint4*>(at + 128);
     }
   }
   // Registers of rows g and g + 8 of a row tile: the fields of this and of all lower positions, which the lower tiles'
@@ -183,26 +189,18 @@ struct SortedSums {
   static_assert(steps >= 4);
   std::int32_t c[C::n_tiles][C::token_tiles][4];
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < C::n_tiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < C::token_tiles; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[n][j][i] = 0x4B400000;
-      }
-    }
-  }
-  // One step: 8 fours, or 4 with Whole false. at, x: the lane's part of the first; `left`: how many of them there are.
-  // Where a four is missing, x is zero and the codes are those of another one.
-  template <bool Whole>
-  __device__ __forceinline__ void add(const std::uint8_t* at, const std::uint32_t* x, int left, const Lane& lane) {
+  // One step: 8 fours, or 4 with Whole false; the first one (Fresh) clears the sums. at, x: the lane's part of the
+  // first; `left`: how many of them there are. Where a four is missing, x is zero and the codes are those of another
+  // one.
+  template <bool Whole, bool Fresh>
+  __device__ __forceinline__ void add(const std::uint8_t* at, const std::uint32_t* x, int left, int half,
+                                      const Lane& lane) {
     constexpr int bytes = Bits * kFourBytes;
     const bool live = lane.t + (Whole ? 4 : 0) < left;
-    SortedWords<Bits> words[2];
+    SortedWords<Bits, C::half> words[2];
     std::uint32_t b[C::n_tiles][2];
-    words[0].load(Whole || live ? at : at - lane.t * bytes);
-    if constexpr (Whole) words[1].load(live ? at + 4 * bytes : at);
+    words[0].load(Whole || live ? at : at - lane.t * bytes, half);
+    if constexpr (Whole) words[1].load(live ? at + 4 * bytes : at, half);
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
       const std::uint32_t* row = x + 8 * n * C::x_stride;
@@ -216,10 +214,22 @@ struct SortedSums {
         const uint2 upper = words[1].fragment(j);
         const std::uint32_t a[4] = {lower.x, lower.y, upper.x, upper.y};
 #pragma unroll
-        for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<true>(c[n][j], a, b[n][0], b[n][1]);
+        for (int n = 0; n < C::n_tiles; ++n) {
+          if constexpr (Fresh) {
+            ptx::mma_bytes_from<true>(0x4B400000, c[n][j], a, b[n][0], b[n][1]);
+          } else {
+            ptx::mma_bytes<true>(c[n][j], a, b[n][0], b[n][1]);
+          }
+        }
       } else {
 #pragma unroll
-        for (int n = 0; n < C::n_tiles; ++n) ptx::mma_half_step(c[n][j], lower.x, lower.y, b[n][0]);
+        for (int n = 0; n < C::n_tiles; ++n) {
+          if constexpr (Fresh) {
+            ptx::mma_half_step_from(0x4B400000, c[n][j], lower.x, lower.y, b[n][0]);
+          } else {
+            ptx::mma_half_step(c[n][j], lower.x, lower.y, b[n][0]);
+          }
+        }
       }
     }
   }
@@ -245,47 +255,57 @@ struct SortedSums {
   }
 };
 
-// Adds the fields of one plane over the fours first..first + count - 1 to the scores.
+// Adds the fields of one plane over the fours first..first + count - 1, count > 0, to the scores.
 template <int Bits, class C>
 __device__ __forceinline__ void add_plane(const std::uint8_t* plane, const std::uint32_t* x, int first, int count,
-                                          const Lane& lane, const float (&weight)[C::n_tiles],
+                                          int half, const Lane& lane, const float (&weight)[C::n_tiles],
                                           float (&s)[C::n_tiles][C::token_tiles][2]) {
-  SortedSums<Bits, C> sums;
-  const std::uint8_t* at = SortedWords<Bits>::place(plane, lane);
+  using Sums = SortedSums<Bits, C>;
+  constexpr int step_bytes = 8 * Bits * kFourBytes;
+  constexpr bool several = C::steps > Sums::steps;  // a plane may be too long for one sum
+  Sums sums;
+  const std::uint8_t* at = SortedWords<Bits, C::half>::place(plane, half, lane);
   x += lane.g * C::x_stride + first + lane.t;
-  sums.clear();
   int left = count;
+  const auto advance = [&] {
+    at += step_bytes;
+    x += 8;
+    left -= 8;
+  };
+  if (left > 4) {
+    sums.template add<true, true>(at, x, left, half, lane);
+  } else {
+    sums.template add<false, true>(at, x, left, half, lane);
+  }
+  advance();
 #pragma unroll 1
-  for (int step = 0; left > 4; ++step, left -= 8, at += 8 * Bits * kFourBytes, x += 8) {
-    if constexpr (C::steps > SortedSums<Bits, C>::steps) {
-      if (step > 0 && step % SortedSums<Bits, C>::steps == 0) {
-        sums.flush(weight, s);
-        sums.clear();
-      }
+  for (int step = 1; left > 4; ++step) {
+    if (several && step % Sums::steps == 0) {
+      sums.flush(weight, s);
+      sums.template add<true, true>(at, x, left, half, lane);
+    } else {
+      sums.template add<true, false>(at, x, left, half, lane);
     }
-    sums.template add<true>(at, x, left, lane);
+    advance();
   }
   if (left > 0) {
-    if constexpr (C::steps > SortedSums<Bits, C>::steps) {
-      sums.flush(weight, s);
-      sums.clear();
-    }
-    sums.template add<false>(at, x, left, lane);
+    if constexpr (several) sums.flush(weight, s);
+    sums.template add<false, several>(at, x, left, half, lane);
   }
   sums.flush(weight, s);
 }
 
 // s[n][tile][e] as score_unit has it.
 template <class C>
-__device__ __forceinline__ void score_sorted(float scale, const std::uint8_t* tile, std::uint8_t* shared,
+__device__ __forceinline__ void score_sorted(float scale, const std::uint8_t* tile, std::uint8_t* shared, int half,
                                              const Lane& lane, float (&s)[C::n_tiles][C::token_tiles][2]) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  auto* x = reinterpret_cast<std::uint32_t*>(shared + C::x_offset) + warp * C::x_words;
+  auto* x = reinterpret_cast<std::uint32_t*>(shared + C::merge_offset) + warp * C::vectors * C::merge_stride;
   const SortedRuns runs(tile + C::key.counts_offset());
   float base[C::n_tiles], twice[C::n_tiles];
   {
     SortedOperand<C> operand;
-    operand.prepare(tile, runs, reinterpret_cast<const std::uint16_t*>(shared + C::query_offset), x);
+    operand.prepare(tile, runs, reinterpret_cast<const float*>(shared + C::query_offset), x);
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
       base[n] = operand.descale[n] * (scale * kLog2e);
@@ -298,16 +318,16 @@ __device__ __forceinline__ void score_sorted(float scale, const std::uint8_t* ti
   const int ones = runs.five + runs.one + runs.three;
   const int twos = runs.three + runs.two;
   const std::uint8_t* plane = tile + C::key.codes_offset();
-  if (fours > 0) add_plane<4, C>(plane, x, 0, fours, lane, twice, s);
+  if (fours > 0) add_plane<4, C>(plane, x, 0, fours, half, lane, twice, s);
   plane += fours * (4 * kFourBytes);
-  if (ones > 0) add_plane<1, C>(plane, x, runs.six + runs.four, ones, lane, base, s);
+  if (ones > 0) add_plane<1, C>(plane, x, runs.six + runs.four, ones, half, lane, base, s);
   plane += ones * kFourBytes;
-  if (twos > 0) add_plane<2, C>(plane, x, fours + runs.one, twos, lane, twice, s);
+  if (twos > 0) add_plane<2, C>(plane, x, fours + runs.one, twos, half, lane, twice, s);
   if (runs.six > 0) {
     plane += twos * (2 * kFourBytes);
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) base[n] *= 32.0F;
-    add_plane<2, C>(plane, x, 0, runs.six, lane, base, s);
+    add_plane<2, C>(plane, x, 0, runs.six, half, lane, base, s);
   }
 }
 

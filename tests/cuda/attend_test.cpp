@@ -121,7 +121,9 @@ TEST(GpuAttend, Splits) {
 }
 
 std::string recipe_of(const DecodeVariant& v) {
-  if (v.key_bits == 0) return "waterfill:k=3,v=" + std::to_string(v.value_bits);
+  if (v.key_bits == 0) {
+    return (v.value_bits == 2 ? "waterfill:k=2.5,v=" : "waterfill:k=3,v=") + std::to_string(v.value_bits);
+  }
   if (v.high_steps > 0) return "kitty:v=" + std::to_string(v.value_bits);
   return "kivi:k=" + std::to_string(v.key_bits) + ",v=" + std::to_string(v.value_bits);
 }

@@ -30,7 +30,7 @@ TEST(GpuWaterfill, WidthsAndBudgets) {
         "waterfill:k=4,low=4,high=4,v=4", "waterfill:k=5,low=5,high=5,v=2", "waterfill:k=6,low=6,high=6,v=4",
         "waterfill:k=3.5,low=1,high=6,v=2", "waterfill:k=2.28,low=1,high=6,v=3,shared=1", "waterfill:grid=range",
         "waterfill:k=1.4,low=1,high=4,v=2", "waterfill:k=5.5,low=4,high=6,v=4"}) {
-    for (const float spread : {0.0F, 0.3F, 3.0F}) {
+    for (const float spread : {0.0F, 0.3F, 1.5F}) {
       Shape shape;
       shape.recipe = recipe;
       shape.lengths = {700, 300};
