@@ -60,7 +60,7 @@ const DecodeKernel* find_flat(DecodeVariant variant, int key_bytes) {
 const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
   DecodeVariant variant = flat.variant;
   variant.half = split.half;
-  variant.cluster = split.ranks > 1 || split.few_warps;
+  variant.cluster = split.few_warps;
   const DecodeKernel* kernel = find_decode_kernel(variant);
   return kernel == nullptr && !split.half ? &flat : kernel;
 }
@@ -77,10 +77,14 @@ PlanDevice describe_device(const DecodeKernel& flat, int key_bytes) {
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   if (info.major < 9) return device;
-  const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
+  Split split;
+  split.few_warps = true;
+  const DecodeKernel& pair = *kernel_for(flat, split);
   device.clusters_of_2 = resident_clusters(pair, 2, key_bytes);
   device.clusters_of_8 = resident_clusters(pair, 8, key_bytes);
-  device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
+  split.half = true;
+  device.halves = kernel_for(flat, split) != nullptr;
+  device.more_warps = flat.variant.key_bits == 0;
   return device;
 }
 

@@ -53,7 +53,7 @@ struct DecodeConfig {
   static constexpr int chunks = (all_steps + chunk_steps - 1) / chunk_steps;
   static_assert(chunk_steps >= 4);
   static_assert(255 * 255 * unit_tokens < (1 << 23), "sums of whole bytes of value codes");
-  static_assert(!(Half && (KeyBits == 3 || ValueBits == 3)), "the 1-bit planes of 3-bit codes serve whole pages");
+  static_assert(!(Half && KeyBits == 3), "the 1-bit plane of 3-bit keys serves whole pages");
   static_assert(HighSteps == 0 || KeyBits == 2);
 
   // Shared memory. Slots come first where their size is known, else last.
