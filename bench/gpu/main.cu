@@ -352,13 +352,12 @@ double time_seal(const char* recipe, int pages) {
   for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
   DeviceBuffer<SealJob> device(jobs.size());
   device.copy_from(jobs.data(), jobs.size());
-  const SealArgs args{device.get(),
-                      p.exact.get(),
-                      static_cast<std::int64_t>(p.exact_stride()),
-                      p.pages.get(),
-                      static_cast<std::int64_t>(p.page_stride()),
-                      shape.kv_heads,
-                      p.format.boosted};
+  SealArgs args = make_seal_args(p.format, p.layout, shape.kv_heads);
+  args.jobs = device.get();
+  args.exact = p.exact.get();
+  args.exact_stride = static_cast<std::int64_t>(p.exact_stride());
+  args.pages = p.pages.get();
+  args.page_stride = static_cast<std::int64_t>(p.page_stride());
   launch_seal(p.format, args, pages, nullptr);
   return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
 }
@@ -471,7 +470,7 @@ int run(const std::string& what, const std::string& name) {
       }
     }
   }
-  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0"}) {
+  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0"}) {
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,
                   time_seal(recipe, pages));

@@ -112,21 +112,40 @@ SealKernel seal_kernel_of(const DeviceFormat& format) {
 
 }  // namespace
 
+SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, int kv_heads) {
+  SealArgs args;
+  args.kv_heads = kv_heads;
+  args.boosted = format.boosted;
+  args.key_bytes = format.key.bytes();
+  args.low = layout.key.low;
+  args.high = layout.key.high;
+  args.budget = layout.key.budget;
+  args.key_least_squares = layout.key.least_squares ? 1 : 0;
+  args.value_least_squares = layout.value.least_squares ? 1 : 0;
+  args.shared_grids = layout.value.shared_grid ? 1 : 0;
+  return args;
+}
+
 bool can_seal(const DeviceFormat& format) {
   return seal_kernel_of(format).function != nullptr;
 }
 
 void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
-  const auto [function, shared_bytes] = seal_kernel_of(format);
-  if (function == nullptr) {
+  const SealKernel kernel = seal_kernel_of(format);
+  if (kernel.function == nullptr) {
     base::fail(ErrorCode::unsupported, "this build has no kernels that write pages of the pool's recipe and shape");
   }
-  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "shared memory of the seal kernel");
   void* parameters[] = {const_cast<SealArgs*>(&args)};
-  check(cudaLaunchKernel(function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)),
-                         dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
-        "launch of the seal kernel");
+  const auto launch = [&](const void* function, int shared_bytes, int blocks_per_page) {
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "shared memory of the seal kernel");
+    check(cudaLaunchKernel(function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(blocks_per_page)),
+                           dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
+          "launch of the seal kernel");
+  };
+  launch(kernel.function, kernel.shared_bytes, args.kv_heads);
+  if (kernel.values == nullptr) return;
+  launch(kernel.values, kernel.value_shared_bytes, args.shared_grids != 0 ? 1 : args.kv_heads);
 }
 
 }  // namespace kvant::cuda

@@ -23,10 +23,12 @@ struct DecodeVariant {
   bool operator==(const DecodeVariant&) const = default;
 };
 
-// The kernel that writes pages of a format; null where only the CPU does.
+// The kernel that writes pages of a format, or their keys; null where only the CPU does.
 struct SealKernel {
   const void* function = nullptr;
   int shared_bytes = 0;
+  const void* values = nullptr;  // a second one, for values
+  int value_shared_bytes = 0;
 };
 
 struct DecodeKernel {

@@ -329,13 +329,14 @@ __device__ void pack_keys(int boosted, const SealShared<F>& shared, std::uint8_t
   }
 }
 
+// rows: codes as [channel][SealSide::stride].
 template <class F>
-__device__ void pack_values(const SealShared<F>& shared, std::uint8_t* page, int thread, int threads) {
+__device__ void pack_values(const std::uint16_t* rows, std::uint8_t* page, int thread, int threads) {
   // depth: the first of four slots of the 32-token step `step`, tokens k, k + 8, k + 1 and k + 9 of their sixteen.
   // Groups may reach past the last channel: codes 0 there.
   const auto codes = [&](int channel, int step, int depth) -> std::uint32_t {
     if (channel >= F::value.dim) return 0U;
-    const std::uint16_t* row = shared.values + channel * SealShared<F>::Values::stride + step * kStep + (depth & 16);
+    const std::uint16_t* row = rows + channel * SealSide<F::value.dim, kPage>::stride + step * kStep + (depth & 16);
     const std::uint32_t low = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2);
     const std::uint32_t high = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2 + 8);
     return __byte_perm(low, high, 0x6240);
@@ -392,7 +393,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_kernel(const SealArgs args)
   if (threadIdx.x < kSealThreads / 2) {
     pack_keys<F>(args.boosted, shared, keys, thread, kSealThreads / 2);
   } else {
-    pack_values<F>(shared, values, thread, kSealThreads / 2);
+    pack_values<F>(shared.values, values, thread, kSealThreads / 2);
   }
 }
 

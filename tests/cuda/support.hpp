@@ -85,6 +85,8 @@ struct Twins {
 
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
 void expect_agreement(const Shape& shape, unsigned seed = 1);
+// Rows that arrive in chunks on both sides; what is sealed on the device are the CPU's bytes.
+void expect_same_seals(const char* recipe, const CacheShape& shape, float spread = 0.3F);
 // Every sealed page of the sequence, downloaded, is the CPU's block.
 void expect_same_blocks(const Sequence& sequence, const Cache& cache);
 

@@ -78,6 +78,44 @@ TEST(GpuWaterfill, GroupsRowsWindowsAndSplits) {
   expect_agreement(ragged);
 }
 
+TEST(GpuWaterfill, AppendAndSealWriteTheCpusBytes) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"small", "balanced", "near-lossless:sink=32,window=0", "waterfill:grid=range,vgrid=range",
+                             "waterfill:k=2.28,high=6,v=3,shared=1,sink=0", "waterfill:k=1,high=1,v=4"}) {
+    for (const float spread : {0.0F, 0.3F, 3.0F}) expect_same_seals(recipe, {3, 128, 128, DType::f16}, spread);
+  }
+}
+
+TEST(GpuWaterfill, SealsOfOtherShapesAreTheCpusBytes) {
+  KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
+  for (const char* recipe : {"small", "balanced", "near-lossless"}) {
+    for (const auto& [key, value] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 192}, {256, 256}, {192, 128}}) {
+      for (const DType type : {DType::f16, DType::bf16}) expect_same_seals(recipe, {2, key, value, type});
+    }
+  }
+}
+
+// Nothing to tell channels apart by: widths go to the first ones, grids have no step.
+TEST(GpuWaterfill, ConstantRowsAreSealedAlike) {
+  KVANT_NEEDS_GPU();
+  const CacheShape shape{2, 128, 128, DType::f16};
+  const Recipe recipe = parse_recipe("small:window=0");
+  PagePool pool(recipe, shape, 4, 4);
+  Batch batch(pool, 1, 512);
+  Sequence sequence(pool);
+  Sequence* pointer = &sequence;
+  batch.bind(std::span(&pointer, 1), nullptr);
+  const std::vector<std::uint16_t> rows(256 * 2 * 128, 0x3C00);
+  Guarded device(rows.size() * 2);
+  device.write(rows.data());
+  batch.append(device.data(), device.data(), 256, nullptr);
+  EXPECT_EQ(batch.seal_ready(nullptr), 2);
+  Cache cache(recipe, shape);
+  cache.append(dense_view(rows.data(), DType::f16, 256, 2, 128), dense_view(rows.data(), DType::f16, 256, 2, 128));
+  expect_same_blocks(sequence, cache);
+}
+
 // Parts of the recipe beside other methods' have no kernel of their own: the reference serves them.
 TEST(GpuWaterfill, PartsOfTheRecipe) {
   KVANT_NEEDS_GPU();
@@ -90,6 +128,15 @@ TEST(GpuWaterfill, PartsOfTheRecipe) {
     const AttendPlan plan(twins.batch, twins.query_heads(), 1, {});
     EXPECT_EQ(plan.path(), AttendPath::reference) << recipe;
     EXPECT_LE(relative_error(twins.on_gpu(plan).out, twins.on_cpu().out), 1e-3) << recipe;
+    // No kernel writes such pages either.
+    Twins writable(shape, 1, 4);
+    Guarded row(4096);
+    try {
+      writable.batch.append(row.data(), row.data(), 1, nullptr);
+      ADD_FAILURE() << recipe;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    }
   }
 }
 
