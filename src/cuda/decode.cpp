@@ -136,16 +136,17 @@ void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, voi
     base::fail(ErrorCode::unsupported, "this build has no kernels that write pages of the pool's recipe and shape");
   }
   void* parameters[] = {const_cast<SealArgs*>(&args)};
-  const auto launch = [&](const void* function, int shared_bytes, int blocks_per_page) {
+  const auto launch = [&](const void* function, int shared_bytes, int grids, int parts) {
     check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "shared memory of the seal kernel");
-    check(cudaLaunchKernel(function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(blocks_per_page)),
-                           dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
+    check(cudaLaunchKernel(
+              function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(grids), static_cast<unsigned>(parts)),
+              dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
           "launch of the seal kernel");
   };
-  launch(kernel.function, kernel.shared_bytes, args.kv_heads);
+  launch(kernel.function, kernel.shared_bytes, args.kv_heads, 1);
   if (kernel.values == nullptr) return;
-  launch(kernel.values, kernel.value_shared_bytes, args.shared_grids != 0 ? 1 : args.kv_heads);
+  launch(kernel.values, kernel.value_shared_bytes, args.shared_grids != 0 ? 1 : args.kv_heads, 2);
 }
 
 }  // namespace kvant::cuda

@@ -1,6 +1,9 @@
 // Sealing waterfill's pages on the device: widths by the ranges of the channels, rotated values, least-squares grids;
 // the CPU's bytes where the CPU has seen no queries. One kernel for keys (a block per page and KV head), one for values
-// (a block per page and grid: all heads where they share grids).
+// (a block per half page and grid: all heads where they share grids).
+//
+// A thread's values wait in shared memory, so that loops over them stay loops: as in the other formats' kernel every
+// instruction runs a few times only, and fetching it costs more than running it.
 #pragma once
 
 #include "cuda/seal_grid.cuh"
@@ -18,6 +21,7 @@ struct SortedSealShared {
   static constexpr int fours = dim / kFour;
   static constexpr int stride = dim + 4;  // bytes of a token's codes
 
+  float rows[kPage / kRowLanes * kSealThreads];    // [value][thread]
   alignas(16) std::uint8_t codes[kPage * stride];  // by place, as the CPU's planes hold them
   double energy[dim];
   std::uint8_t sorted[dim];  // channels by energy
@@ -166,22 +170,20 @@ __global__ void __launch_bounds__(kSealThreads) seal_sorted_keys(const SealArgs 
   const int first = static_cast<int>(threadIdx.x) / kRowLanes;
   const int count = kPage - job.skip;
   // This thread's tokens of a channel, the first `skip` of the page left out.
-  float x[kPage / kRowLanes];
+  float* x = shared.rows + threadIdx.x;
   const auto load = [&](int channel) {
-#pragma unroll
+#pragma unroll 8
     for (int m = 0; m < kPage / kRowLanes; ++m) {
       const int token = job.skip + lane + kRowLanes * m;
-      x[m] =
-          token < kPage
-              ? ptx::widen2<F::bfloat>(*reinterpret_cast<const std::uint16_t*>(exact + format.key_at(token, channel))).x
-              : 0.0F;
+      if (token >= kPage) continue;
+      const auto raw = *reinterpret_cast<const std::uint16_t*>(exact + format.key_at(token, channel));
+      x[m * kSealThreads] = ptx::widen2<F::bfloat>(raw).x;
     }
   };
   const auto each = [&](const auto& visit) {
-#pragma unroll
-    for (int m = 0; m < kPage / kRowLanes; ++m) {
-      if (lane + kRowLanes * m < count) visit(x[m]);
-    }
+#pragma unroll 1
+    for (int m = 0; lane + kRowLanes * m < count; ++m) visit(x[m * kSealThreads]);
+    __syncwarp();
   };
 
   for (int channel = first; channel < dim; channel += kSealRows) {
@@ -205,11 +207,10 @@ __global__ void __launch_bounds__(kSealThreads) seal_sorted_keys(const SealArgs 
     const Ends ends = fit_row<F::bfloat>(count, levels, args.key_least_squares != 0, each);
     const Grid grid = Grid::of(ends.min, ends.max, levels);
     const int shift = width % 2 == 0 ? 1 : 0;
-#pragma unroll
-    for (int m = 0; m < kPage / kRowLanes; ++m) {
-      if (lane + kRowLanes * m >= count) continue;
+#pragma unroll 1
+    for (int m = 0; lane + kRowLanes * m < count; ++m) {
       shared.codes[(job.skip + lane + kRowLanes * m) * SortedSealShared<F>::stride + place] =
-          static_cast<std::uint8_t>(divide_code(x[m], grid, levels) << shift);
+          static_cast<std::uint8_t>(divide_code(x[m * kSealThreads], grid, levels) << shift);
     }
     if (lane != 0) continue;
     auto* to = reinterpret_cast<std::uint16_t*>(keys + place / kFour * 16 + place % kFour * 2);
@@ -225,17 +226,17 @@ __global__ void __launch_bounds__(kSealThreads) seal_sorted_keys(const SealArgs 
   pack_sorted<F>(shared, keys + F::key.codes_offset(), args.key_bytes - F::key.codes_offset());
 }
 
-// Every eighth channel of a token, rotated and divided by the block as the CPU does it: the same additions.
+// Every eighth channel of a token, rotated and divided by the block as the CPU does it: the same additions. Value m
+// goes to to[m * kSealThreads].
 template <class F, int Rotation>
-__device__ __forceinline__ void load_rotated(const std::uint8_t* exact, int token, int lane,
-                                             float (&x)[F::value.dim / kRowLanes]) {
+__device__ __noinline__ void load_rotated(const std::uint8_t* exact, int token, int lane, float* to) {
   constexpr int count = F::value.dim / kRowLanes;
   constexpr ExactFormat format{F::key.dim, F::value.dim};
+  float x[count];
 #pragma unroll
   for (int m = 0; m < count; ++m) {
-    x[m] = ptx::widen2<F::bfloat>(
-               *reinterpret_cast<const std::uint16_t*>(exact + format.value_at(token, lane + kRowLanes * m)))
-               .x;
+    const auto raw = *reinterpret_cast<const std::uint16_t*>(exact + format.value_at(token, lane + kRowLanes * m));
+    x[m] = ptx::widen2<F::bfloat>(raw).x;
   }
 #pragma unroll
   for (int bit = 1; bit < kRowLanes; bit *= 2) {
@@ -254,14 +255,14 @@ __device__ __forceinline__ void load_rotated(const std::uint8_t* exact, int toke
     }
   }
 #pragma unroll
-  for (int m = 0; m < count; ++m) x[m] *= 1.0F / Rotation;
+  for (int m = 0; m < count; ++m) to[m * kSealThreads] = x[m] * (1.0F / Rotation);
 }
 
 template <class F>
 struct RotatedSealShared {
   static constexpr int stride = SealSide<F::value.dim, kPage>::stride;
   alignas(16) std::uint16_t codes[F::value.dim * stride];  // [channel][token]
-  Ends ends[kPage];
+  float rows[F::value.dim / kRowLanes * kSealThreads];     // [value][thread]
 };
 
 template <class F, int Rotation>
@@ -279,40 +280,38 @@ __global__ void __launch_bounds__(kSealThreads) seal_rotated_values(const SealAr
     return args.exact + job.exact_page * args.exact_stride +
            static_cast<std::int64_t>(first_head + head) * F::exact.page_bytes();
   };
-  float x[per_head];
-  for (int token = first; token < kPage; token += kSealRows) {
-    const auto each = [&](const auto& visit) {
-      for (int head = 0; head < heads; ++head) {
-        load_rotated<F, Rotation>(exact_of(head), token, lane, x);
-#pragma unroll
-        for (int m = 0; m < per_head; ++m) visit(x[m]);
-      }
-    };
-    const Ends ends = fit_row<F::bfloat>(heads * F::value.dim, levels, args.value_least_squares != 0, each);
-    // Tokens left out: endpoints 0 and codes 0, never read, always the same bytes.
-    if (lane == 0) shared.ends[token] = token < job.skip ? Ends{0, 0} : ends;
-  }
-  __syncthreads();
+  float* x = shared.rows + threadIdx.x;
+  const int half = static_cast<int>(blockIdx.z);
+  const int token = half * kSealRows + first;
+  static_assert(kSealRows == kPage / 2);
+  if (heads == 1) load_rotated<F, Rotation>(exact_of(0), token, lane, x);
+  const auto each = [&](const auto& visit) {
+    for (int head = 0; head < heads; ++head) {
+      if (heads > 1) load_rotated<F, Rotation>(exact_of(head), token, lane, x);
+#pragma unroll 1
+      for (int m = 0; m < per_head; ++m) visit(x[m * kSealThreads]);
+    }
+  };
+  Ends ends = fit_row<F::bfloat>(heads * F::value.dim, levels, args.value_least_squares != 0, each);
+  if (token < job.skip) ends = {0, 0};  // and codes 0: never read, always the same bytes
+  const Grid grid = Grid::of(ends.min, ends.max, levels);
   for (int head = 0; head < heads; ++head) {
     std::uint8_t* values = args.pages + job.page * args.page_stride +
                            static_cast<std::int64_t>(first_head + head) * (args.key_bytes + F::value.bytes()) +
                            args.key_bytes;
-    for (int token = first; token < kPage; token += kSealRows) {
-      const Ends ends = shared.ends[token];
-      const Grid grid = Grid::of(ends.min, ends.max, levels);
-      load_rotated<F, Rotation>(exact_of(head), token, lane, x);
-#pragma unroll
-      for (int m = 0; m < per_head; ++m) {
-        shared.codes[(lane + kRowLanes * m) * RotatedSealShared<F>::stride + token] =
-            static_cast<std::uint16_t>(divide_code(x[m], grid, levels));
-      }
-      if (lane != 0) continue;
+    if (heads > 1) load_rotated<F, Rotation>(exact_of(head), token, lane, x);
+#pragma unroll 1
+    for (int m = 0; m < per_head; ++m) {
+      shared.codes[(lane + kRowLanes * m) * RotatedSealShared<F>::stride + token] =
+          static_cast<std::uint16_t>(divide_code(x[m * kSealThreads], grid, levels));
+    }
+    if (lane == 0) {
       auto* to = reinterpret_cast<std::uint16_t*>(values + value_endpoint_offset(F::value, token));
       to[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(ends.min, 0));
       to[64] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(ends.max, 0));
     }
     __syncthreads();
-    pack_values<F>(shared.codes, values, static_cast<int>(threadIdx.x), kSealThreads);
+    pack_values<F>(shared.codes, values, half, half + 1, static_cast<int>(threadIdx.x), kSealThreads);
     __syncthreads();
   }
 }
