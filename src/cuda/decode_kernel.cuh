@@ -76,11 +76,15 @@ __global__ void __launch_bounds__(C::threads, 1)
   const std::uint8_t* keys = slot_of<C>(args, shared, warp);
   const std::uint8_t* values = keys + slot_key_bytes<C>(args);
   WarpState<C> state;
+  [[maybe_unused]] SharedQueries<C> queries;
+  if constexpr (C::sorted) {
+    if (segments.count() > 0) queries.fetch(args, segments.get(0));
+  }
   for (int i = 0; i < segments.count(); ++i) {
     const Segment segment = segments.get(i);
     const int length = args.lengths[segment.sequence];
     load_queries<C>(args, segment, state, lane);
-    if constexpr (C::sorted) share_queries<C>(args, segment, shared);
+    if constexpr (C::sorted) queries.store(shared);
     state.reset();
     int unit = segment.begin + worker;
     for (; unit < min(segment.end, segment.coded_end); unit += workers) {
@@ -115,6 +119,9 @@ __global__ void __launch_bounds__(C::threads, 1)
     for (; unit < segment.end; unit += workers) {
       const ExactTile tile = exact_tile<C>(args, segment, unit);
       if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
+    }
+    if constexpr (C::sorted) {
+      if (i + 1 < segments.count()) queries.fetch(args, segments.get(i + 1));
     }
     merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
   }

@@ -38,18 +38,34 @@ struct SortedRuns {
   }
 };
 
-// The queries of a segment for all warps. The caller's last barrier has freed the place.
+// The queries of a segment, on their way to the place that all warps read: fetched before the segment that comes first
+// is merged, put down after its last barrier.
 template <class C>
-__device__ __forceinline__ void share_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
-  auto* to = reinterpret_cast<float*>(shared + C::query_offset);
-  for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::key.dim; i += C::threads) {
-    const int vector = i / C::key.dim;
-    const int channel = i % C::key.dim;
-    const std::uint16_t* q = query_row(args, segment, vector);
-    to[channel * C::vectors + vector] = q != nullptr ? ptx::widen2<C::bfloat>(q[channel]).x : 0.0F;
+class SharedQueries {
+ public:
+  __device__ __forceinline__ void fetch(const DecodeArgs& args, const Segment& segment) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * C::threads;
+      const std::uint16_t* q = i < kCount ? query_row(args, segment, i / C::key.dim) : nullptr;
+      raw_[k] = q != nullptr ? q[i % C::key.dim] : std::uint16_t{0};
+    }
   }
-  __syncthreads();
-}
+  __device__ __forceinline__ void store(std::uint8_t* shared) const {
+    auto* to = reinterpret_cast<float*>(shared + C::query_offset);
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * C::threads;
+      if (i < kCount) to[i % C::key.dim * C::vectors + i / C::key.dim] = ptx::widen2<C::bfloat>(raw_[k]).x;
+    }
+    __syncthreads();
+  }
+
+ private:
+  static constexpr int kCount = C::vectors * C::key.dim;
+  static constexpr int kEach = (kCount + C::threads - 1) / C::threads;
+  std::uint16_t raw_[kEach];
+};
 
 // Combines x[v] of vector v over all lanes; the result is that of this lane's owned vector, lane % 4.
 template <class Combine>
