@@ -11,6 +11,16 @@ struct Ends {
   float min, max;
 };
 
+// A code as divide_code gives it, from the inverse where that is sure: far enough from a half, and not so far outside
+// the grid (a fitted one is shorter than its row) that the integer would not be in the float's low bits.
+__device__ __forceinline__ int row_code(float x, const Grid& grid, int levels) {
+  float rest = 0;
+  const float rounded = round_code(x, grid, rest);
+  const int code = static_cast<int>(__float_as_uint(rounded) - 0x4B400000U);
+  if (!(rest <= 0.4999F) || abs(code) > (1 << 20)) return static_cast<int>(divide_code(x, grid, levels));
+  return min(max(code, 0), levels);
+}
+
 // Rounded to the cache's type, within what images accept.
 template <bool Bfloat>
 __device__ __forceinline__ float stored_end(double x) {
@@ -81,7 +91,7 @@ struct RowError {
   double sum = 0;
 
   __device__ __forceinline__ void add(float x, const Grid& grid, int levels) {
-    const auto code = static_cast<float>(divide_code(x, grid, levels));
+    const auto code = static_cast<float>(row_code(x, grid, levels));
     const double difference = __dsub_rn(x, __fadd_rn(grid.min, __fmul_rn(code, grid.step)));
     sum = __dadd_rn(sum, __dmul_rn(difference, difference));
   }
@@ -98,7 +108,7 @@ __device__ __forceinline__ Ends fit_row(int count, int levels, bool least_square
   if (!least_squares) return range;
   const Grid first = Grid::of(range.min, range.max, levels);
   RowLine line;
-  each([&](float x) { line.add(static_cast<int>(divide_code(x, first, levels)), x); });
+  each([&](float x) { line.add(row_code(x, first, levels), x); });
   line.combine();
   const Ends fitted = line.fit<Bfloat>(count, levels, range);
   const Grid second = Grid::of(fitted.min, fitted.max, levels);

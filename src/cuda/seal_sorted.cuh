@@ -10,9 +10,9 @@
 
 namespace kvant::cuda {
 
-constexpr int kRowLanes = 8;                                   // threads of a row
-constexpr int kSealRows = kSealThreads / kRowLanes;            // rows that a block has under way
-__device__ constexpr int kClassOrder[6] = {6, 4, 5, 1, 3, 2};  // widths in the order of the page (src/cache/tile.hpp)
+constexpr int kRowLanes = 8;                         // threads of a row
+constexpr int kSealRows = kSealThreads / kRowLanes;  // rows that a block has under way
+// Place of a width in the order of the page's classes: 6, 4, 5, 1, 3, 2 (src/cache/tile.hpp).
 __device__ constexpr int kClassOf[7] = {-1, 3, 5, 4, 1, 2, 0};
 
 template <class F>
@@ -26,6 +26,7 @@ struct SortedSealShared {
   double energy[dim];
   std::uint8_t sorted[dim];  // channels by energy
   std::uint8_t widths[dim];  // by channel
+  std::uint8_t classes[dim];
   std::uint8_t places[dim];  // of each channel in the page
   std::uint8_t four_width[fours];
   int counts[6];
@@ -99,14 +100,17 @@ __device__ void order_channels(SortedSealShared<F>& shared, const SealArgs& args
   __syncthreads();
   if (thread < 32) give_bits<F>(shared, args.low, args.high, args.budget);
   __syncthreads();
-  if (thread < dim) shared.widths[thread] = shared.four_width[rank / kFour];
+  if (thread < dim) {
+    shared.widths[thread] = shared.four_width[rank / kFour];
+    shared.classes[thread] = static_cast<std::uint8_t>(kClassOf[shared.widths[thread]]);
+  }
   if (thread < dim / kFour) atomicAdd(&shared.counts[kClassOf[shared.four_width[thread]]], 1);
   __syncthreads();
   if (thread < dim) {
-    const int mine = kClassOf[shared.widths[thread]];
+    const int mine = shared.classes[thread];
     int place = 0;
     for (int other = 0; other < dim; ++other) {
-      const int theirs = kClassOf[shared.widths[other]];
+      const int theirs = shared.classes[other];
       place += theirs < mine || (theirs == mine && other < thread) ? 1 : 0;
     }
     shared.places[thread] = static_cast<std::uint8_t>(place);
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_sorted_keys(const SealArgs 
     }
   };
   const auto each = [&](const auto& visit) {
-#pragma unroll 1
+#pragma unroll 4
     for (int m = 0; lane + kRowLanes * m < count; ++m) visit(x[m * kSealThreads]);
     __syncwarp();
   };
@@ -210,7 +214,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_sorted_keys(const SealArgs 
 #pragma unroll 1
     for (int m = 0; lane + kRowLanes * m < count; ++m) {
       shared.codes[(job.skip + lane + kRowLanes * m) * SortedSealShared<F>::stride + place] =
-          static_cast<std::uint8_t>(divide_code(x[m * kSealThreads], grid, levels) << shift);
+          static_cast<std::uint8_t>(row_code(x[m * kSealThreads], grid, levels) << shift);
     }
     if (lane != 0) continue;
     auto* to = reinterpret_cast<std::uint16_t*>(keys + place / kFour * 16 + place % kFour * 2);
@@ -288,7 +292,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_rotated_values(const SealAr
   const auto each = [&](const auto& visit) {
     for (int head = 0; head < heads; ++head) {
       if (heads > 1) load_rotated<F, Rotation>(exact_of(head), token, lane, x);
-#pragma unroll 1
+#pragma unroll 4
       for (int m = 0; m < per_head; ++m) visit(x[m * kSealThreads]);
     }
   };
@@ -303,7 +307,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_rotated_values(const SealAr
 #pragma unroll 1
     for (int m = 0; m < per_head; ++m) {
       shared.codes[(lane + kRowLanes * m) * RotatedSealShared<F>::stride + token] =
-          static_cast<std::uint16_t>(divide_code(x[m * kSealThreads], grid, levels));
+          static_cast<std::uint16_t>(row_code(x[m * kSealThreads], grid, levels));
     }
     if (lane == 0) {
       auto* to = reinterpret_cast<std::uint16_t*>(values + value_endpoint_offset(F::value, token));
