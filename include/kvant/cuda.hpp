@@ -34,8 +34,8 @@ bool is_available() noexcept;
 DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
-// Throws Error(invalid_argument) for recipes and shapes without kernels: kivi and kitty with 2 to 4 bits, pages of 128
-// tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16.
+// Throws Error(invalid_argument) for recipes and shapes that the device does not take: kivi, kitty and waterfill (all
+// presets) with values of 2 to 4 bits, pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16.
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
@@ -103,11 +103,13 @@ class Batch {
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
-  // type. Lengths grow on the device. Calls reserve() where room is missing.
+  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes whose
+  // pages this build cannot seal on the device (parts of waterfill beside other methods): their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
-  // Encodes every full page that has at least recipe.window newer tokens, in one kernel. Returns how many pages.
+  // Encodes every full page that has at least recipe.window newer tokens, in one kernel (waterfill: two). Returns how
+  // many pages. waterfill's widths follow the ranges of the channels: the device sees no queries (PageStore::observe).
   int seal_ready(void* stream);
 
   int size() const;

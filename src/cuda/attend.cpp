@@ -43,17 +43,22 @@ DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
   variant.high_steps = format.key.high_steps;
   variant.key_dim = format.key.dim;
   variant.value_dim = format.value.dim;
+  variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   variant.n_tiles = vectors > 4 ? 2 : 1;
   return variant;
 }
 
 // Two blocks of vectors share what a page costs to unpack; shapes without such a kernel read the page once per block.
-const DecodeKernel* find_flat(DecodeVariant variant) {
-  const DecodeKernel* kernel = find_decode_kernel(variant);
+const DecodeKernel* find_flat(DecodeVariant variant, int key_bytes) {
+  const auto find = [&] {
+    const DecodeKernel* kernel = find_decode_kernel(variant);
+    return kernel != nullptr && fits(*kernel, key_bytes) ? kernel : nullptr;
+  };
+  const DecodeKernel* kernel = find();
   if (kernel == nullptr && variant.n_tiles > 1) {
     variant.n_tiles = 1;
-    kernel = find_decode_kernel(variant);
+    kernel = find();
   }
   return kernel;
 }
@@ -62,7 +67,7 @@ const DecodeKernel* find_flat(DecodeVariant variant) {
 const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
   DecodeVariant variant = flat.variant;
   variant.half = split.half;
-  variant.cluster = split.ranks > 1 || split.few_warps;
+  variant.cluster = split.few_warps;
   const DecodeKernel* kernel = find_decode_kernel(variant);
   return kernel == nullptr && !split.half ? &flat : kernel;
 }
@@ -88,15 +93,19 @@ AttendPath choose_path(AttendPath wanted, int rows, bool has_integer, bool has_p
   return wanted;
 }
 
-PlanDevice describe_device(const DecodeKernel& flat) {
+PlanDevice describe_device(const DecodeKernel& flat, int key_bytes) {
   const DeviceInfo info = device_info();
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   if (info.major < 9) return device;
-  const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
-  device.clusters_of_2 = resident_clusters(pair, 2);
-  device.clusters_of_8 = resident_clusters(pair, 8);
-  device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
+  Split split;
+  split.few_warps = true;
+  const DecodeKernel& pair = *kernel_for(flat, split);
+  device.clusters_of_2 = resident_clusters(pair, 2, key_bytes);
+  device.clusters_of_8 = resident_clusters(pair, 8, key_bytes);
+  split.half = true;
+  device.halves = kernel_for(flat, split) != nullptr;
+  device.more_warps = flat.variant.key_bits == 0;
   return device;
 }
 
@@ -155,7 +164,7 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   args.segments = segments.get();
   args.partials = partials.get();
   args.counters = counters.get();
-  prepare_decode(*kernel);
+  prepare_decode(*kernel, args.key_bytes);
 }
 
 void AttendPlan::Impl::load_layout(std::span<const PlanSequence> shapes) {
@@ -174,7 +183,7 @@ void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
   for (const PlanSequence& s : pages) most = std::max(most, s.coded_units - s.first_unit);
   const int per_item = 4 * flat.variant.n_tiles;
   const int items = sequences * args.kv_heads * ((args.rows * args.group + per_item - 1) / per_item);
-  const Split split = choose_split(describe_device(flat), items, most, alike(pages));
+  const Split split = choose_split(describe_device(flat, args.key_bytes), items, most, alike(pages));
   kernel = kernel_for(flat, split);
   load(split, split.half ? describe_sequences(headroom, 2) : pages);
 }
@@ -231,13 +240,14 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   args.group = query_heads / pool.shape.kv_heads;
   args.kv_heads = pool.shape.kv_heads;
   args.boosted = pool.format.boosted;
+  args.key_bytes = pool.format.key.bytes();
   args.pages_settled = options.overlap && options.pages_settled ? 1 : 0;
 
   for (const Sequence* sequence : impl.batch->sequences) {
     const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
     impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
   }
-  const DecodeKernel* flat = find_flat(variant_of(pool.format, rows * args.group));
+  const DecodeKernel* flat = find_flat(variant_of(pool.format, rows * args.group), args.key_bytes);
   impl.prefill = find_prefill_kernel(pool.format);
   impl.path = choose_path(path, rows, flat != nullptr, impl.prefill != nullptr);
   if (impl.path == AttendPath::integer) {

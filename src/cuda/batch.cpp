@@ -108,6 +108,11 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
                "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
   }
   if (rows == 0 || size() == 0) return;
+  if (!can_seal(impl_->pool->format)) {
+    base::fail(ErrorCode::unsupported, "append for recipe '" + to_text(impl_->pool->recipe) +
+                                           "': this build seals no such pages on the GPU; append and seal on the "
+                                           "CPU and upload");
+  }
   reserve(rows, stream);
   const Impl& impl = *impl_;
   AppendArgs args;
@@ -182,14 +187,12 @@ int Batch::seal_ready(void* stream) {
     check(cudaMemcpyAsync(impl.jobs.get(), impl.host_jobs.data(), impl.host_jobs.size() * sizeof(SealJob),
                           cudaMemcpyHostToDevice, as_stream(stream)),
           "copy of the seal jobs");
-    SealArgs args;
+    SealArgs args = make_seal_args(pool.format, pool.layout, pool.shape.kv_heads);
     args.jobs = impl.jobs.get();
     args.exact = pool.exact.get();
     args.exact_stride = static_cast<std::int64_t>(pool.exact_stride());
     args.pages = pool.pages.get();
     args.page_stride = static_cast<std::int64_t>(pool.page_stride());
-    args.kv_heads = pool.shape.kv_heads;
-    args.boosted = pool.format.boosted;
     launch_seal(pool.format, args, static_cast<int>(impl.host_jobs.size()), stream);
   }
   for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);

@@ -89,6 +89,7 @@ std::span<const PrefillKernel> prefill_kernels() {
 }
 
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
+  if (format.rotation > 1) return nullptr;  // no kernel turns values back
   const PrefillKernel* best = nullptr;
   for (const PrefillKernel& kernel : all()) {
     const bool keys = kernel.key.bits == format.key.bits && kernel.key.dim == format.key.dim &&
