@@ -160,7 +160,7 @@ struct CodeWords {
 
   // A fragment of the group's row tile: at most one AND per register; the factor 4^p or 16^p stays in the codes. With
   // Below also the fields of lower positions do, for sums that are told apart later: the highest needs no AND then.
-  template <bool Below>
+  template <bool Below = false>
   __device__ __forceinline__ void fragment(int tile, std::uint32_t (&a)[4]) const {
     const uint4& w = word[Bits == 3 ? tile / 2 : 0];
     constexpr int width = Bits == 2 ? 2 : 4;
@@ -290,7 +290,7 @@ __device__ __forceinline__ void score_unit(const KeyOperand<C>& key, const std::
 #pragma unroll
         for (int p = 0; p < per_group; ++p) {
           std::uint32_t a[4];
-          words.template fragment<false>(p, a);
+          words.fragment(p, a);
 #pragma unroll
           for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<true>(c[n][p], a, key.x[n][step][0], key.x[n][step][1]);
         }

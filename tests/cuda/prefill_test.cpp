@@ -228,6 +228,14 @@ TEST(GpuPrefill, GraphFollowsGrowth) {
   cudaStreamDestroy(stream);
 }
 
+// Kernels of kivi must not take pages of the same widths whose values are rotated.
+TEST(PrefillKernels, NoneForRotatedValues) {
+  const DeviceFormat format = make_device_format(parse_recipe("k=kivi:2,v=waterfill:2"), {2, 128, 128, DType::f16});
+  ASSERT_GT(format.rotation, 1);
+  ASSERT_EQ(format.key.bits, 2);
+  EXPECT_EQ(find_prefill_kernel(format), nullptr);
+}
+
 TEST(PrefillParts, FillTheDeviceAndNoMore) {
   EXPECT_EQ(choose_parts(528, 512, 264), 1);
   EXPECT_EQ(choose_parts(264, 512, 264), 1);
