@@ -72,7 +72,8 @@ class KvantCache:
     """One layer's pool with one sequence per row of the batch."""
 
     def __init__(self, shape: Shape, batch: int, tokens: int, recipe: str, chunk: int):
-        open_pages = -(-chunk // PAGE) + 4  # of a sequence: a chunk before it is sealed, the window, sinks, a started page
+        # Of a sequence: a chunk before it is sealed, the window, sinks, a started page.
+        open_pages = -(-chunk // PAGE) + 4
         self.pool = kc.PagePool(
             recipe,
             kv_heads=shape.kv_heads,
@@ -175,8 +176,11 @@ def fill_prompt(model: Model, caches: list, prompt: torch.Tensor, chunk: int) ->
 
 
 def generate(model: Model, caches: list, token: torch.Tensor, start: int, new: int) -> float:
-    """Seconds for `new` tokens, greedily, behind two steps that set things up. torch's side attends to the rows that are
-    still to be written as well (zeros, less than 1 % of them): its fastest kernel wants one length in a graph."""
+    """Seconds for `new` tokens, greedily, behind two steps that set things up.
+
+    torch's side attends to the rows that are still to be written as well (zeros, less than 1 % of them): its fastest
+    kernel wants one length in a graph.
+    """
     token = token.clone()
     position = torch.tensor([start], device="cuda")
     length = start + new + 2

@@ -1,5 +1,7 @@
-"""torch's scaled_dot_product_attention on an fp16 cache: every back end, graph replay over rotating caches, one JSON line
-each. usage: sdpa.py [decode|prefill|all]"""
+"""torch's scaled_dot_product_attention on an fp16 cache: every back end, graph replay over rotating caches.
+
+One JSON line each. usage: sdpa.py [decode|prefill|all]
+"""
 
 import json
 import math

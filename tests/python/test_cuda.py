@@ -1,5 +1,7 @@
-"""kvant.cuda on torch tensors, against torch's arithmetic in double precision. Not run without a CUDA build, torch and a
-GPU."""
+"""kvant.cuda on torch tensors, against torch's arithmetic in double precision.
+
+Not run without a CUDA build, torch and a GPU.
+"""
 
 import pytest
 
