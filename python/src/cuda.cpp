@@ -101,6 +101,14 @@ class Tensor {
   nb::ndarray<> array_;
 };
 
+// The second extent of a tensor [sequence, row, head, channel], before the rest of it is checked.
+std::int64_t rows_of(const nb::handle object, const char* name) {
+  const nb::object shape = nb::getattr(object, "shape", nb::none());
+  if (shape.is_none()) throw nb::type_error((std::string(name) + " is not a tensor").c_str());
+  if (nb::len(shape) != 4) refuse(std::string(name) + " has " + std::to_string(nb::len(shape)) + " axes, not 4");
+  return nb::cast<std::int64_t>(shape[nb::int_(1)]);
+}
+
 nb::dlpack::dtype tensor_type(DType type) {
   const auto code = type == DType::bf16 ? nb::dlpack::dtype_code::Bfloat : nb::dlpack::dtype_code::Float;
   return {static_cast<std::uint8_t>(code), 16, 1};
@@ -151,7 +159,7 @@ struct Batch {
   }
 
   void append(const nb::handle keys, const nb::handle values, std::uintptr_t stream) {
-    const auto rows = nb::cast<std::int64_t>(keys.attr("shape")[nb::int_(1)]);
+    const std::int64_t rows = rows_of(keys, "keys");
     const std::int64_t count = state->value.size();
     const CacheShape& shape = state->shape;
     const Tensor k(keys, "keys", {count, rows, shape.kv_heads, shape.key_dim}, tensor_type(shape.dtype), state->device);

@@ -121,6 +121,10 @@ def test_refusals():
             plan.run(q, bad)
     with pytest.raises(TypeError):
         plan.run([1.0], out)
+    with pytest.raises(TypeError):
+        calls.append([1.0], [1.0])
+    with pytest.raises(ValueError, match="4"):
+        calls.append(keys[0], values[0])
     with pytest.raises(kvant.Error, match="exact pages"):
         calls.append(rows(2, 900, HEADS, 1), rows(2, 900, HEADS, 2))
     with pytest.raises(ValueError, match="7"):
