@@ -103,8 +103,9 @@ class Batch {
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
-  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes whose
-  // pages this build cannot seal on the device (parts of waterfill beside other methods): their pages come by upload.
+  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes
+  // whose pages this build cannot seal on the device (parts of waterfill beside other methods): their pages come by
+  // upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
