@@ -1,141 +1,23 @@
-// make bench-gpu: decode attention on one GPU, graph replay over more than 220 MB of rotating pages, against the read
-// bandwidth measured in the same run. One JSON line per figure, a table at the end.
-#include <cuda_runtime.h>
-
+// make bench-gpu: decode and prefill attention on one GPU, graph replay over more than 220 MB of rotating pages, decode
+// against the read bandwidth measured in the same run. One JSON line per figure.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/half.hpp"
 #include "cuda/attend.hpp"
-#include "cuda/ptx.cuh"
+#include "pages.cuh"
+#include "timing.cuh"
 
 namespace kvant::cuda {
 namespace {
 
 constexpr double kRotate = 220e6;  // bytes: several times the L2 cache
-constexpr int kReplays = 31;
-
-void need(cudaError_t code, const char* what) {
-  check(code, what);
-}
-
-// ---- kernels of the benchmark itself
-
-__global__ void read_sum(const uint4* data, std::size_t count, unsigned* out) {
-  unsigned sum = 0;
-  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-  std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; i + 3 * stride < count; i += 4 * stride) {
-    const uint4 a = __ldcs(data + i), b = __ldcs(data + i + stride);
-    const uint4 c = __ldcs(data + i + 2 * stride), d = __ldcs(data + i + 3 * stride);
-    sum += a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
-  }
-  if (sum == 0x12345678U) *out = sum;
-}
-
-__device__ unsigned mix(unsigned x) {
-  x ^= x >> 16;
-  x *= 0x7feb352dU;
-  x ^= x >> 15;
-  x *= 0x846ca68bU;
-  return x ^ x >> 16;
-}
-
-// Random codes everywhere, then endpoints and channel lists of valid pages.
-__global__ void fill_pages(std::uint8_t* pages, std::size_t words, unsigned seed) {
-  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
-    reinterpret_cast<unsigned*>(pages)[i] = mix(static_cast<unsigned>(i) * 2654435761U + seed);
-  }
-}
-__global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsigned seed) {
-  std::uint8_t* page = pages + static_cast<std::size_t>(blockIdx.x) * f.head_bytes();
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto number = [&](int i, float from, float to) {
-    const unsigned r = mix(seed + blockIdx.x * 4096U + static_cast<unsigned>(i));
-    const float x = from + (to - from) * static_cast<float>(r >> 8) * 0x1p-24F;
-    return static_cast<std::uint16_t>(f.bfloat ? ptx::narrow2<true>(x, 0) : ptx::narrow2<false>(x, 0));
-  };
-  const int shift = static_cast<int>(mix(seed + blockIdx.x) % static_cast<unsigned>(f.key.dim));
-  for (int c = thread; c < f.key.dim; c += static_cast<int>(blockDim.x)) {
-    // Boosted channels: those that follow `shift`, in a circle.
-    const bool boosted = (c + f.key.dim - shift) % f.key.dim < f.boosted;
-    auto* ends = reinterpret_cast<std::uint16_t*>(page + key_endpoint_offset(c));
-    ends[boosted ? 4 : 0] = number(c, -2, -1);
-    ends[boosted ? 0 : 4] = number(c + 512, 1, 2);
-  }
-  for (int i = thread; i < f.key.high_steps * kStep; i += static_cast<int>(blockDim.x)) {
-    const int wrapped =
-        max(0, shift + f.boosted - f.key.dim);  // entries at the start of the circle, in ascending order
-    const int channel = i < wrapped ? i : shift + i - wrapped;
-    page[f.key.index_offset() + i] = static_cast<std::uint8_t>(i < f.boosted ? channel : 0);
-  }
-  for (int t = thread; t < kPage; t += static_cast<int>(blockDim.x)) {
-    auto* ends = reinterpret_cast<std::uint16_t*>(page + f.key.bytes() + value_endpoint_offset(f.value, t));
-    ends[0] = number(t + 1024, -2, -1);
-    ends[64] = number(t + 2048, 1, 2);
-  }
-}
-
-// ---- timing
-
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
-}
-
-// Microseconds per launch of `launch(i)`, i = 0..count-1 captured in one graph.
-template <class Launch>
-double time_graph(int count, const Launch& launch) {
-  cudaStream_t stream;
-  need(cudaStreamCreate(&stream), "stream");
-  need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < count; ++i) launch(i, stream);
-  cudaGraph_t graph;
-  need(cudaStreamEndCapture(stream, &graph), "capture");
-  cudaGraphExec_t exec;
-  need(cudaGraphInstantiate(&exec, graph, 0), "graph");
-  cudaEvent_t start, stop;
-  need(cudaEventCreate(&start), "event");
-  need(cudaEventCreate(&stop), "event");
-  for (int i = 0; i < 3; ++i) need(cudaGraphLaunch(exec, stream), "graph");
-  std::vector<double> times;
-  for (int i = 0; i < kReplays; ++i) {
-    need(cudaEventRecord(start, stream), "event");
-    need(cudaGraphLaunch(exec, stream), "graph");
-    need(cudaEventRecord(stop, stream), "event");
-    need(cudaEventSynchronize(stop), "replay");
-    float ms = 0;
-    need(cudaEventElapsedTime(&ms, start, stop), "event");
-    times.push_back(ms * 1e3 / count);
-  }
-  cudaEventDestroy(start);
-  cudaEventDestroy(stop);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return median(times);
-}
-
-double read_bandwidth() {
-  const std::size_t bytes = std::size_t{4} << 30;
-  DeviceBuffer<std::uint8_t> data(bytes);
-  DeviceBuffer<unsigned> out(1);
-  data.fill_zero();
-  double best = 0;
-  for (const int blocks : {132 * 2, 132 * 4, 132 * 8, 132 * 16}) {
-    const double us = time_graph(1, [&](int, cudaStream_t stream) {
-      read_sum<<<blocks, 512, 0, stream>>>(reinterpret_cast<const uint4*>(data.get()), bytes / 16, out.get());
-    });
-    best = std::max(best, static_cast<double>(bytes) / us * 1e-3);
-  }
-  return best;
-}
 
 // ---- cases
 
@@ -177,10 +59,7 @@ class Runner {
     bytes_ = static_cast<double>(pages) * static_cast<double>(page_bytes(recipe, c.shape));
     const int sets = static_cast<int>(std::max(1.0, std::ceil(kRotate / bytes_)));
     pool_ = std::make_unique<PagePool>(recipe, c.shape, static_cast<int>(pages) * sets, 0);
-    const PagePool::Impl& pool = *pool_->impl();
-    fill_pages<<<1024, 256>>>(pool.pages.get(), pool.pages.bytes() / 4, 1U);
-    fill_endpoints<<<static_cast<unsigned>(pages * sets * c.shape.kv_heads), 128>>>(pool.pages.get(), pool.format, 5U);
-    need(cudaDeviceSynchronize(), "fill");
+    fill_pool(*pool_->impl(), static_cast<int>(pages) * sets);
     std::vector<std::int32_t> numbers;
     for (int i = 0; i < pages * sets; ++i) numbers.push_back(pool_->impl()->page_numbers.take());
     std::shuffle(numbers.begin(), numbers.end(), random);
@@ -244,11 +123,25 @@ class Runner {
   }
 
   double time() {
-    const int count =
-        static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200));
+    return time(static_cast<int>(std::clamp<double>(std::ceil(2e9 / bytes_), static_cast<double>(sets_.size()), 200)));
+  }
+  // Per launch, of `count` launches in one graph.
+  double time(int count) {
     return time_graph(count, [&](int i, cudaStream_t stream) {
       sets_[static_cast<std::size_t>(i) % sets_.size()].plan->run(q_.get(), out_.get(), nullptr, stream);
     });
+  }
+
+  void report_prefill(double us, double error) const {
+    const double seen = static_cast<double>(case_.tokens) - (case_.rows - 1) / 2.0;  // by a row, on average
+    const double operations =
+        2.0 * (case_.shape.key_dim + case_.shape.value_dim) * heads() * case_.batch * case_.rows * seen;
+    std::printf(
+        "{\"case\": \"%s\", \"recipe\": \"%s\", \"batch\": %d, \"tokens\": %lld, \"rows\": %d, \"kind\": \"prefill\", "
+        "\"us\": %.1f, \"TFLOP/s\": %.0f, \"error\": %.2e, \"split\": \"%s\"}\n",
+        case_.name.c_str(), case_.recipe.c_str(), case_.batch, static_cast<long long>(case_.tokens), case_.rows, us,
+        operations / us * 1e-6, error, sets_[0].plan->describe().c_str());
+    std::fflush(stdout);
   }
 
   void report(const char* kind, double us, double error) const {
@@ -299,21 +192,23 @@ double time_seal(const char* recipe, int pages) {
   for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
   DeviceBuffer<SealJob> device(jobs.size());
   device.copy_from(jobs.data(), jobs.size());
-  const SealArgs args{device.get(),
-                      p.exact.get(),
-                      static_cast<std::int64_t>(p.exact_stride()),
-                      p.pages.get(),
-                      static_cast<std::int64_t>(p.page_stride()),
-                      shape.kv_heads,
-                      p.format.boosted};
+  SealArgs args = make_seal_args(p.format, p.layout, shape.kv_heads);
+  args.jobs = device.get();
+  args.exact = p.exact.get();
+  args.exact_stride = static_cast<std::int64_t>(p.exact_stride());
+  args.pages = p.pages.get();
+  args.page_stride = static_cast<std::int64_t>(p.page_stride());
   launch_seal(p.format, args, pages, nullptr);
   return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
 }
 
 std::vector<Case> table_cases() {
   std::vector<Case> cases;
-  for (const auto& [name, recipe] :
-       {std::pair{"2-bit", "kivi:k=2,v=2"}, {"kitty 25 %", "kitty:sink=0"}, {"4-bit", "kivi:k=4,v=4"}}) {
+  for (const auto& [name, recipe] : {std::pair{"2-bit", "kivi:k=2,v=2"},
+                                     {"kitty 25 %", "kitty:sink=0"},
+                                     {"small", "small:sink=0"},
+                                     {"balanced", "balanced:sink=0"},
+                                     {"4-bit", "kivi:k=4,v=4"}}) {
     for (const auto& [batch, tokens] :
          {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
       Case c;
@@ -352,6 +247,11 @@ std::vector<Case> more_cases() {
   add("2-bit 2 rows", "kivi:k=2,v=2", 128, DType::f16, 4, 32, 32768, 0, 2);
   add("2-bit D=64", "kivi:k=2,v=2", 64, DType::f16, 4, 32, 32768, 0, 1);
   add("2-bit D=256", "kivi:k=2,v=2", 256, DType::f16, 4, 32, 32768, 0, 1);
+  add("near-lossless", "near-lossless:sink=0", 128, DType::f16, 4, 32, 32768, 0, 1);
+  add("small bf16", "small:sink=0", 128, DType::bf16, 4, 32, 32768, 0, 1);
+  add("small g=8", "small:sink=0", 128, DType::f16, 8, 32, 32768, 0, 1);
+  add("small D=64", "small:sink=0", 64, DType::f16, 4, 32, 32768, 0, 1);
+  add("small mixed 1k..64k", "small:sink=0", 128, DType::f16, 4, 32, 65536, 1024, 1);
   add("4-bit D=64", "kivi:k=4,v=4", 64, DType::f16, 4, 32, 32768, 0, 1);
   return cases;
 }
@@ -383,22 +283,52 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   }
 }
 
-int run(const std::string& what) {
+// A chunk of a prompt at the end of 32k tokens. The error is that of a chunk of 64 rows: binary64 takes its time.
+void run_prefill() {
+  for (const auto& [name, recipe, type] : {std::tuple{"2-bit", "kivi:k=2,v=2", DType::f16},
+                                           {"kitty 25 %", "kitty:sink=0", DType::f16},
+                                           {"4-bit", "kivi:k=4,v=4", DType::f16},
+                                           {"2-bit bf16", "kivi:k=2,v=2", DType::bf16}}) {
+    Case c;
+    c.name = name;
+    c.recipe = recipe;
+    c.shape.dtype = type;
+    c.tokens = 32768;
+    c.rows = 64;
+    try {
+      const double error = Runner(c, 1).error();
+      for (const int rows : {64, 512, 2048}) {
+        c.rows = rows;
+        Runner runner(c, 1);
+        runner.plan(false);
+        runner.report_prefill(runner.time(12), error);
+      }
+    } catch (const Error& refused) {
+      std::printf("# %s: %s\n", name, refused.what());
+    }
+  }
+}
+
+// `name`: only cases whose name begins like it.
+int run(const std::string& what, const std::string& name) {
   const DeviceInfo info = device_info();
   const double bandwidth = read_bandwidth();
   std::printf("{\"device\": \"%s\", \"read GB/s\": %.0f}\n", info.name.c_str(), bandwidth);
   if (what == "table" || what == "all") {
-    for (const Case& c : table_cases()) run_case(c, bandwidth, false);
+    for (const Case& c : table_cases()) {
+      if (c.name.starts_with(name)) run_case(c, bandwidth, false);
+    }
   }
   if (what == "tune") {
     std::vector<Case> cases = table_cases();
     cases.push_back(more_cases().front());
     for (const Case& c : cases) {
-      if (c.batch > 1 && c.name != "4-bit") run_case(c, bandwidth, true);
+      if (c.batch > 1 && c.name != "4-bit" && c.name.starts_with(name)) run_case(c, bandwidth, true);
     }
   }
   if (what == "more" || what == "all") {
     for (const Case& c : more_cases()) {
+      if (!c.name.starts_with(name)) continue;
       try {
         run_case(c, bandwidth, false);
       } catch (const Error& error) {
@@ -406,7 +336,9 @@ int run(const std::string& what) {
       }
     }
   }
-  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0"}) {
+  if (what == "prefill" || what == "all") run_prefill();
+  if (what == "prefill") return 0;
+  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0"}) {
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,
                   time_seal(recipe, pages));
@@ -420,7 +352,7 @@ int run(const std::string& what) {
 
 int main(int argc, char** argv) {
   try {
-    return kvant::cuda::run(argc > 1 ? argv[1] : "all");
+    return kvant::cuda::run(argc > 1 ? argv[1] : "all", argc > 2 ? argv[2] : "");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench: %s\n", error.what());
     return 1;

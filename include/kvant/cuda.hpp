@@ -1,4 +1,5 @@
-// The cache on an NVIDIA GPU: pages in device memory, sequences that share them, decode attention from the codes.
+// The cache on an NVIDIA GPU: pages in device memory, sequences that share them, attention of new tokens (decode) and
+// of a prompt's chunks (prefill).
 // Only in builds with -DKVANT_CUDA=ON (target kvant_cuda). No CUDA header is needed here: streams are
 // cudaStream_t passed as void*, null is the default stream; data pointers are device pointers.
 //
@@ -20,6 +21,7 @@ namespace kvant::cuda {
 
 struct DeviceInfo {
   std::string name;
+  int index = 0;  // its number among the process's devices
   int major = 0;  // compute capability
   int minor = 0;
   int multiprocessors = 0;
@@ -32,8 +34,8 @@ bool is_available() noexcept;
 DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
-// Throws Error(invalid_argument) for recipes and shapes without kernels: kivi and kitty with 2 to 4 bits, pages of 128
-// tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16.
+// Throws Error(invalid_argument) for recipes and shapes that the device does not take: kivi, kitty and waterfill (all
+// presets) with values of 2 to 4 bits, pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16.
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
@@ -101,11 +103,14 @@ class Batch {
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
-  // type. Lengths grow on the device. Calls reserve() where room is missing.
+  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes
+  // whose pages this build cannot seal on the device (parts of waterfill beside other methods): their pages come by
+  // upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
-  // Encodes every full page that has at least recipe.window newer tokens, in one kernel. Returns how many pages.
+  // Encodes every full page that has at least recipe.window newer tokens, in one kernel (waterfill: two). Returns how
+  // many pages. waterfill's widths follow the ranges of the channels: the device sees no queries (PageStore::observe).
   int seal_ready(void* stream);
 
   int size() const;
@@ -123,7 +128,8 @@ struct AttendOptions {
   float softcap = 0;             // c > 0: scores become c * tanh(score / c)
   const float* sinks = nullptr;  // device pointer, learned sink logit per query head
   int sliding_window = 0;        // 0: unlimited
-  // The launch may begin while its predecessor in the stream ends (programmatic dependent launch, sm_90 and later).
+  // The launch may begin while its predecessor in the stream ends (programmatic dependent launch, sm_90 and later);
+  // the integer path alone makes use of it.
   bool overlap = false;
   // With overlap: no page in the batch's tables is written by the predecessor, so that pages may be read early.
   bool pages_settled = false;
@@ -131,8 +137,9 @@ struct AttendOptions {
 
 // Which kernel serves a plan.
 enum class AttendPath : std::uint8_t {
-  automatic,  // integer where this build has the shape, reference elsewhere
-  integer,    // 8-bit tensor cores from the codes
+  automatic,  // integer up to 8 rows, prefill beyond, where this build has the shape; reference elsewhere
+  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows
+  prefill,    // 16-bit tensor cores over tiles that are dequantized once per block of rows, any number of rows
   reference,  // plain binary64 arithmetic, slow: the cross-check
 };
 
@@ -141,15 +148,16 @@ enum class AttendPath : std::uint8_t {
 // neither, so that it can be captured in a graph. A plan runs on one stream at a time.
 class AttendPlan {
  public:
-  // rows: query rows per sequence, 1 to 8, the last tokens of it. query_heads: a multiple of kv_heads, up to 16 times.
+  // rows: query rows per sequence, 1 to 65535, the last tokens of it. query_heads: a multiple of kv_heads, up to 16
+  // times. Throws Error(invalid_argument) naming what is outside, and where `path` cannot serve the plan.
   AttendPlan(const Batch& batch, int query_heads, int rows, const AttendOptions& options, int headroom = 128,
              AttendPath path = AttendPath::automatic);
   ~AttendPlan();
   AttendPlan(AttendPlan&&) noexcept;
 
-  // q [sequence][row][query_head][key_dim] and out [..][value_dim], dense, cache's type; lse null or
-  // [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are zeros,
-  // -inf.
+  // q [sequence][row][query_head][key_dim] and out [..][value_dim], dense, cache's type, aligned to 8 and 4 bytes; lse
+  // null or [sequence][row][query_head] float32. Row r sees tokens up to length - rows + r. Rows that see nothing are
+  // zeros, -inf.
   void run(const void* q, void* out, float* lse, void* stream) const;
 
   AttendPath path() const;

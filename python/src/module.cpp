@@ -35,4 +35,7 @@ NB_MODULE(_core, module) {
   bind_kitty(module);
   bind_kvquant(module);
   bind_zipcache(module);
+#ifdef KVANT_PYTHON_CUDA
+  bind_cuda(module);
+#endif
 }

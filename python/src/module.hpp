@@ -15,5 +15,6 @@ void bind_group_quant(nb::module_& module);
 void bind_kitty(nb::module_& module);
 void bind_kvquant(nb::module_& module);
 void bind_zipcache(nb::module_& module);
+void bind_cuda(nb::module_& module);  // only in builds with the CUDA library
 
 }  // namespace kvant::python

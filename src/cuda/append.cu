@@ -6,6 +6,7 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kRows = 16;  // of a block: a prompt's chunk needs many blocks to be written at the memory's speed
 
 __global__ void append_kernel(const AppendArgs args, const ExactFormat format) {
   const int sequence = static_cast<int>(blockIdx.x);
@@ -13,8 +14,10 @@ __global__ void append_kernel(const AppendArgs args, const ExactFormat format) {
   const int length = args.lengths[sequence];
   const int begin = args.tail_begin[sequence];
   const int width = format.key_dim + format.value_dim;
-  for (int i = static_cast<int>(threadIdx.x); i < args.rows * width; i += kThreads) {
-    const int row = i / width;
+  const int row0 = static_cast<int>(blockIdx.z) * kRows;
+  const int rows = min(kRows, args.rows - row0);
+  for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kThreads) {
+    const int row = row0 + i / width;
     const int d = i % width;
     const int at = length + row - begin;
     const std::int32_t number = args.exact_table[sequence * args.exact_table_stride + 1 + at / kPage];
@@ -40,7 +43,8 @@ __global__ void grow_kernel(std::int32_t* lengths, int sequences, int rows) {
 }  // namespace
 
 void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream) {
-  const dim3 grid(static_cast<unsigned>(sequences), static_cast<unsigned>(args.kv_heads));
+  const dim3 grid(static_cast<unsigned>(sequences), static_cast<unsigned>(args.kv_heads),
+                  static_cast<unsigned>((args.rows + kRows - 1) / kRows));
   append_kernel<<<grid, kThreads, 0, as_stream(stream)>>>(args, format.exact);
   grow_kernel<<<static_cast<unsigned>((sequences + 255) / 256), 256, 0, as_stream(stream)>>>(args.lengths, sequences,
                                                                                              args.rows);

@@ -6,7 +6,8 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kMaxRows = 8;
+constexpr int kMaxRows = 65535;
+constexpr int kMaxDecodeRows = 8;
 constexpr int kMaxGroup = 16;
 
 [[noreturn]] void refuse(const std::string& text) {
@@ -14,7 +15,7 @@ constexpr int kMaxGroup = 16;
 }
 
 void check_shape(const CacheShape& shape, int query_heads, int rows, const AttendOptions& options, int headroom) {
-  if (rows < 1 || rows > kMaxRows) refuse("rows is " + std::to_string(rows) + "; allowed: 1 to 8");
+  if (rows < 1 || rows > kMaxRows) refuse("rows is " + std::to_string(rows) + "; allowed: 1 to 65535");
   const bool fits = query_heads > 0 && query_heads % shape.kv_heads == 0 && query_heads / shape.kv_heads <= kMaxGroup;
   if (!fits) {
     refuse("query_heads is " + std::to_string(query_heads) + "; allowed: 1 to 16 times the " +
@@ -29,6 +30,12 @@ void check_shape(const CacheShape& shape, int query_heads, int rows, const Atten
   if (headroom < 0) refuse("headroom is " + std::to_string(headroom) + "; allowed: 0 and more");
 }
 
+// Kernels read and write several elements at once.
+void check_alignment(const char* name, const void* pointer, std::uintptr_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0) return;
+  refuse(std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes");
+}
+
 DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
   DecodeVariant variant;
   variant.key_bits = format.key.bits;
@@ -36,17 +43,22 @@ DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
   variant.high_steps = format.key.high_steps;
   variant.key_dim = format.key.dim;
   variant.value_dim = format.value.dim;
+  variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   variant.n_tiles = vectors > 4 ? 2 : 1;
   return variant;
 }
 
 // Two blocks of vectors share what a page costs to unpack; shapes without such a kernel read the page once per block.
-const DecodeKernel* find_flat(DecodeVariant variant) {
-  const DecodeKernel* kernel = find_decode_kernel(variant);
+const DecodeKernel* find_flat(DecodeVariant variant, int key_bytes) {
+  const auto find = [&] {
+    const DecodeKernel* kernel = find_decode_kernel(variant);
+    return kernel != nullptr && fits(*kernel, key_bytes) ? kernel : nullptr;
+  };
+  const DecodeKernel* kernel = find();
   if (kernel == nullptr && variant.n_tiles > 1) {
     variant.n_tiles = 1;
-    kernel = find_decode_kernel(variant);
+    kernel = find();
   }
   return kernel;
 }
@@ -55,7 +67,7 @@ const DecodeKernel* find_flat(DecodeVariant variant) {
 const DecodeKernel* kernel_for(const DecodeKernel& flat, const Split& split) {
   DecodeVariant variant = flat.variant;
   variant.half = split.half;
-  variant.cluster = split.ranks > 1 || split.few_warps;
+  variant.cluster = split.few_warps;
   const DecodeKernel* kernel = find_decode_kernel(variant);
   return kernel == nullptr && !split.half ? &flat : kernel;
 }
@@ -67,15 +79,33 @@ bool alike(const std::vector<PlanSequence>& sequences) {
   return sequences.empty() || units(*high) - units(*low) <= units(*high) / 20;
 }
 
-PlanDevice describe_device(const DecodeKernel& flat) {
+AttendPath choose_path(AttendPath wanted, int rows, bool has_integer, bool has_prefill) {
+  if (wanted == AttendPath::automatic) {
+    if (rows <= kMaxDecodeRows && has_integer) return AttendPath::integer;
+    return has_prefill ? AttendPath::prefill : AttendPath::reference;
+  }
+  if (wanted == AttendPath::integer && rows > kMaxDecodeRows) {
+    refuse("rows is " + std::to_string(rows) + "; allowed on the integer path: 1 to 8");
+  }
+  if ((wanted == AttendPath::integer && !has_integer) || (wanted == AttendPath::prefill && !has_prefill)) {
+    refuse("this build has no such kernel for the pool's recipe and shape");
+  }
+  return wanted;
+}
+
+PlanDevice describe_device(const DecodeKernel& flat, int key_bytes) {
   const DeviceInfo info = device_info();
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   if (info.major < 9) return device;
-  const DecodeKernel& pair = *kernel_for(flat, {2, 1, false, true});
-  device.clusters_of_2 = resident_clusters(pair, 2);
-  device.clusters_of_8 = resident_clusters(pair, 8);
-  device.halves = kernel_for(flat, {8, 1, true, true}) != nullptr;
+  Split split;
+  split.few_warps = true;
+  const DecodeKernel& pair = *kernel_for(flat, split);
+  device.clusters_of_2 = resident_clusters(pair, 2, key_bytes);
+  device.clusters_of_8 = resident_clusters(pair, 8, key_bytes);
+  split.half = true;
+  device.halves = kernel_for(flat, split) != nullptr;
+  device.more_warps = flat.variant.key_bits == 0;
   return device;
 }
 
@@ -134,7 +164,40 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   args.segments = segments.get();
   args.partials = partials.get();
   args.counters = counters.get();
-  prepare_decode(*kernel);
+  prepare_decode(*kernel, args.key_bytes);
+}
+
+void AttendPlan::Impl::load_layout(std::span<const PlanSequence> shapes) {
+  std::vector<std::int32_t> values;
+  for (const PlanSequence& s : shapes) values.push_back(s.first_unit);
+  for (const PlanSequence& s : shapes) values.push_back(s.coded_units);
+  for (const PlanSequence& s : shapes) values.push_back(s.sinks);
+  integers = DeviceBuffer<std::int32_t>(values.size());
+  integers.copy_from(values.data(), values.size());
+  reference = {integers.get(), integers.get() + shapes.size(), integers.get() + 2 * shapes.size()};
+}
+
+void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
+  const std::vector<PlanSequence> pages = describe_sequences(headroom, 1);
+  int most = 0;
+  for (const PlanSequence& s : pages) most = std::max(most, s.coded_units - s.first_unit);
+  const int per_item = 4 * flat.variant.n_tiles;
+  const int items = sequences * args.kv_heads * ((args.rows * args.group + per_item - 1) / per_item);
+  const Split split = choose_split(describe_device(flat, args.key_bytes), items, most, alike(pages));
+  kernel = kernel_for(flat, split);
+  load(split, split.half ? describe_sequences(headroom, 2) : pages);
+}
+
+void AttendPlan::Impl::split_prefill() {
+  const std::int64_t vectors = static_cast<std::int64_t>(args.rows) * args.group;
+  prefill_split.vector_blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
+  const std::int64_t seen =
+      args.window > 0 ? std::min<std::int64_t>(longest, std::int64_t{args.window} + args.rows) : longest;
+  const int slots = prepare_prefill(*prefill);
+  const std::int64_t items = static_cast<std::int64_t>(prefill_split.vector_blocks) * args.kv_heads * sequences;
+  prefill_split.parts = std::min(choose_parts(items, (seen + 63) / 64, slots), 65535 / std::max(1, sequences));
+  partials = DeviceBuffer<float>(prefill_workspace(*prefill, prefill_split, args.kv_heads, sequences));
+  args.partials = partials.get();
 }
 
 AttendPlan::~AttendPlan() = default;
@@ -177,37 +240,22 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   args.group = query_heads / pool.shape.kv_heads;
   args.kv_heads = pool.shape.kv_heads;
   args.boosted = pool.format.boosted;
+  args.key_bytes = pool.format.key.bytes();
   args.pages_settled = options.overlap && options.pages_settled ? 1 : 0;
 
   for (const Sequence* sequence : impl.batch->sequences) {
     const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
     impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
   }
-  const DecodeKernel* flat =
-      path == AttendPath::reference ? nullptr : find_flat(variant_of(pool.format, rows * args.group));
-  if (flat == nullptr) {
-    if (path == AttendPath::integer) refuse("this build has no integer kernel for the pool's recipe and shape");
-    impl.path = AttendPath::reference;
-    std::vector<std::int32_t> integers;
-    const std::vector<PlanSequence> shapes = impl.describe_sequences(headroom, 1);
-    for (const PlanSequence& s : shapes) integers.push_back(s.first_unit);
-    for (const PlanSequence& s : shapes) integers.push_back(s.coded_units);
-    for (const PlanSequence& s : shapes) integers.push_back(s.sinks);
-    impl.integers = DeviceBuffer<std::int32_t>(integers.size());
-    impl.integers.copy_from(integers.data(), integers.size());
-    impl.reference = {impl.integers.get(), impl.integers.get() + shapes.size(),
-                      impl.integers.get() + 2 * shapes.size()};
+  const DecodeKernel* flat = find_flat(variant_of(pool.format, rows * args.group), args.key_bytes);
+  impl.prefill = find_prefill_kernel(pool.format);
+  impl.path = choose_path(path, rows, flat != nullptr, impl.prefill != nullptr);
+  if (impl.path == AttendPath::integer) {
+    impl.split_integer(*flat, headroom);
     return;
   }
-  const std::vector<PlanSequence> pages = impl.describe_sequences(headroom, 1);
-  int longest = 0;
-  for (const PlanSequence& s : pages) longest = std::max(longest, s.coded_units - s.first_unit);
-  const int per_item = 4 * flat->variant.n_tiles;
-  const int items = impl.sequences * pool.shape.kv_heads * ((rows * args.group + per_item - 1) / per_item);
-  const PlanDevice device = describe_device(*flat);
-  const Split split = choose_split(device, items, longest, alike(pages));
-  impl.kernel = kernel_for(*flat, split);
-  impl.load(split, split.half ? impl.describe_sequences(headroom, 2) : pages);
+  impl.load_layout(impl.describe_sequences(headroom, 1));
+  if (impl.path == AttendPath::prefill) impl.split_prefill();
 }
 
 void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
@@ -221,6 +269,9 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
              std::to_string(impl.longest));
     }
   }
+  check_alignment("q", q, 8);
+  check_alignment("out", out, 4);
+  check_alignment("lse", lse, 4);
   DecodeArgs args = impl.args;
   args.q = q;
   args.out = out;
@@ -228,6 +279,10 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
   if (impl.sequences == 0) return;
   if (impl.path == AttendPath::reference) {
     launch_reference(impl.batch->pool->format, args, impl.reference, impl.sequences, stream);
+    return;
+  }
+  if (impl.path == AttendPath::prefill) {
+    launch_prefill(*impl.prefill, args, impl.reference, impl.prefill_split, impl.sequences, stream);
     return;
   }
   launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap,
@@ -240,6 +295,11 @@ AttendPath AttendPlan::path() const {
 
 std::string AttendPlan::describe() const {
   if (impl_->path == AttendPath::reference) return "reference";
+  if (impl_->path == AttendPath::prefill) {
+    return "prefill, " + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
+           std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +
+           " parts";
+  }
   const Split& split = impl_->plan.split;
   return "integer, " + std::to_string(split.groups) + " x " + std::to_string(split.ranks) + " blocks of " +
          std::to_string(impl_->kernel->warps) + " warps" + (split.half ? ", half pages" : "") + ", " +

@@ -4,6 +4,7 @@
 #include "cuda/decode.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/pool.hpp"
+#include "cuda/prefill.hpp"
 #include "cuda/reference.hpp"
 
 namespace kvant::cuda {
@@ -13,22 +14,28 @@ struct AttendPlan::Impl {
   std::int64_t generation = 0;
   AttendOptions options;
   AttendPath path = AttendPath::integer;
-  const DecodeKernel* kernel = nullptr;
+  const DecodeKernel* kernel = nullptr;    // of the integer path
+  const PrefillKernel* prefill = nullptr;  // of the prefill path
+  PrefillSplit prefill_split;
   Plan plan;
   DecodeArgs args;
   InlinePlan inlined;
-  ReferenceArgs reference;
+  ReferenceArgs reference;  // of the prefill and the reference path
   int query_heads = 0;
   int sequences = 0;
   std::int64_t longest = 0;  // tokens that the plan serves
   DeviceBuffer<Segment> segments;
-  DeviceBuffer<std::int32_t> integers;  // the reference's three arrays
+  DeviceBuffer<std::int32_t> integers;  // the three arrays of `reference`
   DeviceBuffer<float> partials;
   DeviceBuffer<std::uint32_t> counters;
 
   // Cuts the work by `split` and loads it onto the device. `sequences` must match the batch.
   void load(const Split& split, std::span<const PlanSequence> shapes);
   std::vector<PlanSequence> describe_sequences(int headroom, int units_per_page) const;
+  // Loads which pages are coded, for the prefill and the reference path.
+  void load_layout(std::span<const PlanSequence> shapes);
+  void split_prefill();
+  void split_integer(const DecodeKernel& flat, int headroom);
 };
 
 }  // namespace kvant::cuda

@@ -4,6 +4,11 @@
 #include "cuda/pool.hpp"
 
 namespace kvant::cuda {
+namespace {
+
+constexpr int kMaxAppendRows = 1 << 19;  // what a grid of the append kernel holds
+
+}  // namespace
 
 Batch::Impl::Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens)
     : pool(std::move(p)), capacity(max_sequences) {
@@ -98,8 +103,16 @@ void Batch::reserve(int tokens, void* stream) {
 }
 
 void Batch::append(const void* keys, const void* values, int rows, void* stream) {
-  if (rows < 0) base::fail(ErrorCode::invalid_argument, "rows is " + std::to_string(rows) + "; allowed: 0 and more");
+  if (rows < 0 || rows > kMaxAppendRows) {
+    base::fail(ErrorCode::invalid_argument,
+               "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
+  }
   if (rows == 0 || size() == 0) return;
+  if (!can_seal(impl_->pool->format)) {
+    base::fail(ErrorCode::unsupported, "append for recipe '" + to_text(impl_->pool->recipe) +
+                                           "': this build seals no such pages on the GPU; append and seal on the "
+                                           "CPU and upload");
+  }
   reserve(rows, stream);
   const Impl& impl = *impl_;
   AppendArgs args;
@@ -118,6 +131,14 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
 }
 
 void Batch::count_appended(int rows) {
+  for (const Sequence* sequence : impl_->sequences) {
+    const Sequence::Impl& s = sequence->impl();
+    const std::int64_t room = s.tail_begin() + static_cast<std::int64_t>(s.tail.size()) * kPage - s.length;
+    if (rows < 0 || rows > room) {
+      base::fail(ErrorCode::out_of_range,
+                 "rows is " + std::to_string(rows) + "; a sequence has room for 0 to " + std::to_string(room));
+    }
+  }
   for (Sequence* sequence : impl_->sequences) sequence->impl().length += rows;
 }
 
@@ -166,14 +187,12 @@ int Batch::seal_ready(void* stream) {
     check(cudaMemcpyAsync(impl.jobs.get(), impl.host_jobs.data(), impl.host_jobs.size() * sizeof(SealJob),
                           cudaMemcpyHostToDevice, as_stream(stream)),
           "copy of the seal jobs");
-    SealArgs args;
+    SealArgs args = make_seal_args(pool.format, pool.layout, pool.shape.kv_heads);
     args.jobs = impl.jobs.get();
     args.exact = pool.exact.get();
     args.exact_stride = static_cast<std::int64_t>(pool.exact_stride());
     args.pages = pool.pages.get();
     args.page_stride = static_cast<std::int64_t>(pool.page_stride());
-    args.kv_heads = pool.shape.kv_heads;
-    args.boosted = pool.format.boosted;
     launch_seal(pool.format, args, static_cast<int>(impl.host_jobs.size()), stream);
   }
   for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);

@@ -33,10 +33,10 @@ struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Launch(const DecodeKernel& kernel, int groups, int ranks, bool dependent, cudaStream_t stream) {
+  Launch(const DecodeKernel& kernel, int groups, int ranks, int key_bytes, bool dependent, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned>(groups * ranks));
     config.blockDim = dim3(static_cast<unsigned>(kernel.warps * 32));
-    config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+    config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes(key_bytes));
     config.stream = stream;
     config.attrs = attributes;
     if (ranks > 1) {
@@ -65,14 +65,23 @@ const DecodeKernel* find_decode_kernel(const DecodeVariant& variant) {
   return nullptr;
 }
 
-void prepare_decode(const DecodeKernel& kernel) {
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+bool fits(const DecodeKernel& kernel, int key_bytes) {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return kernel.shared_bytes(key_bytes) <= most;
+}
+
+void prepare_decode(const DecodeKernel& kernel, int key_bytes) {
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel.shared_bytes(key_bytes)),
         "shared memory of the decode kernel");
 }
 
-int resident_clusters(const DecodeKernel& kernel, int ranks) {
-  prepare_decode(kernel);
-  const Launch launch(kernel, 1, ranks, false, nullptr);
+int resident_clusters(const DecodeKernel& kernel, int ranks, int key_bytes) {
+  prepare_decode(kernel, key_bytes);
+  const Launch launch(kernel, 1, ranks, key_bytes, false, nullptr);
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &launch.config), "co-resident clusters");
   return clusters;
@@ -80,31 +89,64 @@ int resident_clusters(const DecodeKernel& kernel, int ranks) {
 
 void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,
                    bool dependent, void* stream) {
-  const Launch launch(kernel, groups, ranks, dependent, as_stream(stream));
+  const Launch launch(kernel, groups, ranks, args.key_bytes, dependent, as_stream(stream));
   // The runtime copies parameters during the call and writes none of them.
   void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<InlinePlan*>(&plan), &ranks};
   check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the decode kernel");
 }
 
-void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
+namespace {
+
+SealKernel seal_kernel_of(const DeviceFormat& format) {
   DecodeVariant variant;
   variant.key_bits = format.key.bits;
   variant.value_bits = format.value.bits;
   variant.high_steps = format.key.high_steps;
   variant.key_dim = format.key.dim;
   variant.value_dim = format.value.dim;
+  variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   const DecodeKernel* kernel = find_decode_kernel(variant);
-  if (kernel == nullptr) {
-    base::fail(ErrorCode::unsupported, "this build has no kernels for the pool's recipe and shape");
+  return kernel == nullptr ? SealKernel() : kernel->seal;
+}
+
+}  // namespace
+
+SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, int kv_heads) {
+  SealArgs args;
+  args.kv_heads = kv_heads;
+  args.boosted = format.boosted;
+  args.key_bytes = format.key.bytes();
+  args.low = layout.key.low;
+  args.high = layout.key.high;
+  args.budget = layout.key.budget;
+  args.key_least_squares = layout.key.least_squares ? 1 : 0;
+  args.value_least_squares = layout.value.least_squares ? 1 : 0;
+  args.shared_grids = layout.value.shared_grid ? 1 : 0;
+  return args;
+}
+
+bool can_seal(const DeviceFormat& format) {
+  return seal_kernel_of(format).function != nullptr;
+}
+
+void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
+  const SealKernel kernel = seal_kernel_of(format);
+  if (kernel.function == nullptr) {
+    base::fail(ErrorCode::unsupported, "this build has no kernels that write pages of the pool's recipe and shape");
   }
-  check(cudaFuncSetAttribute(kernel->seal, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->seal_shared_bytes),
-        "shared memory of the seal kernel");
   void* parameters[] = {const_cast<SealArgs*>(&args)};
-  check(cudaLaunchKernel(kernel->seal, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(args.kv_heads)),
-                         dim3(kSealThreads), parameters, static_cast<std::size_t>(kernel->seal_shared_bytes),
-                         as_stream(stream)),
-        "launch of the seal kernel");
+  const auto launch = [&](const void* function, int shared_bytes, int grids, int parts) {
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "shared memory of the seal kernel");
+    check(cudaLaunchKernel(
+              function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(grids), static_cast<unsigned>(parts)),
+              dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
+          "launch of the seal kernel");
+  };
+  launch(kernel.function, kernel.shared_bytes, args.kv_heads, 1);
+  if (kernel.values == nullptr) return;
+  launch(kernel.values, kernel.value_shared_bytes, args.shared_grids != 0 ? 1 : args.kv_heads, 2);
 }
 
 }  // namespace kvant::cuda

@@ -47,7 +47,8 @@ struct DecodeArgs {
   std::int32_t rows = 1;    // query rows per sequence: the last rows of it
   std::int32_t group = 1;   // query heads per KV head
   std::int32_t kv_heads = 1;
-  std::int32_t boosted = 0;  // boosted key channels
+  std::int32_t boosted = 0;    // boosted key channels
+  std::int32_t key_bytes = 0;  // of a key tile: read where the kernel does not know it (widths per channel)
 
   const Segment* segments = nullptr;  // null: group g has the one segment g of the InlinePlan
   float* partials = nullptr;          // [part][vectors][value_dim + 2]

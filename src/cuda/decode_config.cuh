@@ -9,17 +9,22 @@ namespace kvant::cuda {
 // multiprocessor. More makes blocks unequal (README.md), fewer leaves the memory waiting. Two blocks of vectors need
 // twice the registers.
 constexpr int decode_warps(const KeyFormat& key, const ValueFormat& value, int n_tiles, bool half, bool cluster) {
-  const int slot = key.bytes() + value.bytes();
-  if (12 * slot <= 115200 && n_tiles == 1 && !half && !cluster) return 12;
+  // Sorted keys: their budget is not known here; presets have about as many bits as the values.
+  const KeyFormat usual = key.sorted() ? KeyFormat{0, key.dim, 0, key.dim * value.bits / kFour} : key;
+  const int slot = usual.bytes() + value.bytes();
+  // Widths per channel take more instructions, which more warps overlap: with 12 they are 10 % faster than with 8.
+  if (12 * slot <= (key.sorted() ? 165000 : 115200) && n_tiles == 1 && !half && !cluster) return 12;
   return 8 * slot <= 150000 ? 8 : 4;
 }
 
-template <int KeyBits, int ValueBits, int HighSteps, int KeyDim, int ValueDim, int NTiles, bool Half, bool Bfloat,
-          int Warps>
+template <int KeyBits, int ValueBits, int HighSteps, int KeyDim, int ValueDim, bool Rotated, int NTiles, bool Half,
+          bool Bfloat, int Warps>
 struct DecodeConfig {
   static constexpr KeyFormat key{KeyBits, KeyDim, HighSteps};
   static constexpr ValueFormat value{ValueBits, ValueDim};
   static constexpr ExactFormat exact{KeyDim, ValueDim};
+  static constexpr bool sorted = key.sorted();
+  static constexpr int rotation = Rotated ? ValueDim & -ValueDim : 1;  // channels of a block of the Hadamard transform
   static constexpr int n_tiles = NTiles;  // blocks of 4 query vectors: two columns each of the 8 of an MMA
   static constexpr int vectors = 4 * NTiles;
   static constexpr bool half = Half;  // a unit is half a page
@@ -36,28 +41,38 @@ struct DecodeConfig {
   static constexpr int key_positions = KeyBits == 2 ? 4 : 2;  // per byte once 3-bit codes are joined
   static constexpr int value_positions = ValueBits == 2 ? 4 : 2;
 
-  // Bytes of a slot. A half unit leaves out the other half's codes.
-  static constexpr int key_bytes = key.codes_offset() + (Half ? 1 : 2) * key.half_codes_bytes();
+  // Bytes of a slot. A half unit leaves out the other half's codes, but for sorted keys. Sorted keys: their bytes come
+  // with the arguments, so that one kernel serves every budget.
+  static constexpr int key_bytes = sorted ? 0 : key.codes_offset() + (Half ? 1 : 2) * key.half_codes_bytes();
   static constexpr int value_bytes = (Half ? 1 : 2) * value.half_bytes();
-  static constexpr int slot_bytes = key_bytes + value_bytes;
+  static constexpr int fixed_slot_bytes = key_bytes + value_bytes;
 
   // Sums stay exact in the 23 bits of a float's mantissa: steps of 32 depth indices that one accumulator may take.
   static constexpr int max_code = KeyBits == 2 ? 3 << 6 : (KeyBits == 3 ? 7 : 15) << 4;
   static constexpr int chunk_steps = (1 << 22) / (max_code * 128 * kStep);
   static constexpr int chunks = (all_steps + chunk_steps - 1) / chunk_steps;
   static_assert(chunk_steps >= 4);
-  static_assert(((ValueBits == 2 ? 3 << 6 : 15 << 4) * 255 * unit_tokens) < (1 << 23));
-  static_assert(!(Half && (KeyBits == 3 || ValueBits == 3)), "the 1-bit planes of 3-bit codes serve whole pages");
+  static_assert(255 * 255 * unit_tokens < (1 << 23), "sums of whole bytes of value codes");
+  static_assert(!(Half && KeyBits == 3), "the 1-bit plane of 3-bit keys serves whole pages");
   static_assert(HighSteps == 0 || KeyBits == 2);
 
-  // Shared memory.
+  // Shared memory. Slots come first where their size is known, else last.
   static constexpr int merge_stride = ValueDim + 8;  // spreads the four heads of a warp over the banks
-  static constexpr int barrier_offset = Warps * slot_bytes;
+  static constexpr int barrier_offset = sorted ? 0 : Warps * fixed_slot_bytes;
   static constexpr int merge_offset = barrier_offset + Warps * 16;
   static constexpr int state_offset = merge_offset + Warps * vectors * merge_stride * 4;
   static constexpr int block_offset = state_offset + Warps * vectors * 8;  // what a cluster reads: outputs, then states
   static constexpr int flag_offset = block_offset + vectors * (ValueDim + 2) * 4;
-  static constexpr int shared_bytes = flag_offset + 16;
+  // Sorted keys: queries as [channel][vector], and per warp the bytes of q * step by place in the page.
+  static constexpr int query_offset = flag_offset + 16;
+  // The latter lie where the warp puts its outputs once it has no more pages.
+  static constexpr int x_stride = KeyDim / kFour + 4;  // words of a row; spreads rows over the banks
+  static constexpr int end_offset = query_offset + (sorted ? vectors * KeyDim * 4 : 0);
+  static_assert(!sorted || 2 * vectors * x_stride <= vectors * merge_stride, "the bytes fit in place of the outputs");
+  static constexpr int slots_offset = sorted ? end_offset : 0;
+  // Without the keys of the slots if these are sorted.
+  static constexpr int shared_bytes = end_offset + (sorted ? Warps * value_bytes : 0);
+  static_assert(slots_offset % 16 == 0);
 };
 
 }  // namespace kvant::cuda

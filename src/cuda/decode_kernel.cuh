@@ -3,6 +3,7 @@
 
 #include "cuda/decode_merge.cuh"
 #include "cuda/decode_pipeline.cuh"
+#include "cuda/decode_sorted.cuh"
 
 namespace kvant::cuda {
 
@@ -14,7 +15,7 @@ __device__ void load_queries(const DecodeArgs& args, const Segment& segment, War
     const std::uint16_t* q = query_row(args, segment, 4 * n + lane.vector);
     if constexpr (C::key.high_steps > 0) state.query[n] = q;
 #pragma unroll
-    for (int s = 0; s < C::steps; ++s) {
+    for (int s = 0; s < (C::sorted ? 0 : C::steps); ++s) {
       uint2 raw{0, 0};
       if (q != nullptr) raw = *reinterpret_cast<const uint2*>(q + 32 * s + 16 * lane.half + 4 * lane.t);
       const float2 a = ptx::widen2<C::bfloat>(raw.x);
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(C::threads, 1)
   const int worker = rank * C::warps + warp;
   const int workers = ranks * C::warps;
 
-  Pipeline<C> pipeline(shared, warp);
+  Pipeline<C> pipeline(args, shared, warp);
   ptx::release_dependents();
   if (args.pages_settled == 0) ptx::wait_for_predecessor();
   const SegmentList segments(args, plan, group);
@@ -72,20 +73,27 @@ __global__ void __launch_bounds__(C::threads, 1)
   pipeline.fetch_values(next);
   if (args.pages_settled != 0) ptx::wait_for_predecessor();
 
-  const std::uint8_t* keys = shared + warp * C::slot_bytes;
-  const std::uint8_t* values = keys + C::key_bytes;
+  const std::uint8_t* keys = slot_of<C>(args, shared, warp);
+  const std::uint8_t* values = keys + slot_key_bytes<C>(args);
   WarpState<C> state;
+  [[maybe_unused]] SharedQueries<C> queries;
+  if constexpr (C::sorted) {
+    if (segments.count() > 0) queries.fetch(args, segments.get(0));
+  }
   for (int i = 0; i < segments.count(); ++i) {
     const Segment segment = segments.get(i);
     const int length = args.lengths[segment.sequence];
     load_queries<C>(args, segment, state, lane);
+    if constexpr (C::sorted) queries.store(shared);
     state.reset();
     int unit = segment.begin + worker;
     for (; unit < min(segment.end, segment.coded_end); unit += workers) {
       float s[C::n_tiles][C::token_tiles][2];
       next.advance();
       pipeline.wait_keys();
-      {
+      if constexpr (C::sorted) {
+        score_sorted<C>(args.scale, keys, shared, unit % C::units_per_page, lane, s);
+      } else {
         KeyOperand<C> key;
         key.prepare(state, lane, keys, args.boosted);
         score_unit<C>(key, keys, keys + C::key.codes_offset(), args.scale, s);
@@ -106,9 +114,14 @@ __global__ void __launch_bounds__(C::threads, 1)
       mix_unit<C>(state, lane, values, s);
       pipeline.fetch_values(next);
     }
+    state.settle();
+    if constexpr (C::rotation > 1) state.unrotate(lane);  // exact values are not rotated
     for (; unit < segment.end; unit += workers) {
       const ExactTile tile = exact_tile<C>(args, segment, unit);
       if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
+    }
+    if constexpr (C::sorted) {
+      if (i + 1 < segments.count()) queries.fetch(args, segments.get(i + 1));
     }
     merge_segment<C>(args, segment, shared, rank, ranks, state, lane);
   }

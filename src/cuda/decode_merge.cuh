@@ -97,16 +97,11 @@ __device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>&
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) {
     const float sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.sum[n])));
-    const float bias = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(state.bias[n])));
     const int vector = 4 * n + lane.t;
 #pragma unroll
     for (int j = 0; j < C::value_tiles; ++j) {
-      constexpr int bits = C::value_positions == 4 ? 2 : 4;
-      const float excess = state.excess[n] * (1.0F / static_cast<float>(1 << (bits * (j % C::value_positions))));
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g] = state.o[n][j][e] - excess + bias;
-      }
+      for (int e = 0; e < 2; ++e) outputs[vector * C::merge_stride + 16 * j + 8 * e + lane.g] = state.o[n][j][e];
     }
     if (lane.g == 0) states[vector] = {state.maximum[n], sum};
   }

@@ -8,6 +8,29 @@
 
 namespace kvant::cuda {
 
+// Bytes of a key tile in a slot, and of a whole one in memory.
+template <class C>
+__device__ __forceinline__ int slot_key_bytes(const DecodeArgs& args) {
+  if constexpr (C::sorted) {
+    return args.key_bytes;
+  } else {
+    return C::key_bytes;
+  }
+}
+template <class C>
+__device__ __forceinline__ int tile_key_bytes(const DecodeArgs& args) {
+  if constexpr (C::sorted) {
+    return args.key_bytes;
+  } else {
+    return C::key.bytes();
+  }
+}
+// A warp's slot: keys, then values.
+template <class C>
+__device__ __forceinline__ std::uint8_t* slot_of(const DecodeArgs& args, std::uint8_t* shared, int warp) {
+  return shared + C::slots_offset + warp * (slot_key_bytes<C>(args) + C::value_bytes);
+}
+
 // The segments of a block's group: its one in the kernel parameters, or a run of them in memory.
 class SegmentList {
  public:
@@ -45,7 +68,7 @@ class UnitCursor {
   // The page of the unit. Its table entry was asked for one unit earlier.
   __device__ const std::uint8_t* page() const {
     return args_.pages + static_cast<std::int64_t>(page_) * args_.page_stride +
-           static_cast<std::int64_t>(head_) * (C::key.bytes() + C::value.bytes());
+           static_cast<std::int64_t>(head_) * (tile_key_bytes<C>(args_) + C::value.bytes());
   }
   __device__ void advance() {
     unit_ += workers_;
@@ -80,8 +103,9 @@ class UnitCursor {
 template <class C>
 class Pipeline {
  public:
-  __device__ Pipeline(std::uint8_t* shared, int warp)
-      : slot_(ptx::shared_address(shared + warp * C::slot_bytes)),
+  __device__ Pipeline(const DecodeArgs& args, std::uint8_t* shared, int warp)
+      : args_(args),
+        slot_(ptx::shared_address(slot_of<C>(args, shared, warp))),
         barrier_(ptx::shared_address(shared + C::barrier_offset + warp * 16)) {
     if (threadIdx.x % 32 == 0) {
       ptx::barrier_init(barrier_);
@@ -96,21 +120,22 @@ class Pipeline {
     __syncwarp();
     if (threadIdx.x % 32 != 0 || at.done()) return;
     const std::uint8_t* page = at.page();
-    ptx::barrier_expect(barrier_, C::key_bytes);
-    if constexpr (C::half) {
+    ptx::barrier_expect(barrier_, slot_key_bytes<C>(args_));
+    if constexpr (C::half && !C::sorted) {
       constexpr int head = C::key.codes_offset();
       ptx::bulk_copy(slot_, page, head, barrier_);
       ptx::bulk_copy(slot_ + head, page + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes(),
                      barrier_);
     } else {
-      ptx::bulk_copy(slot_, page, C::key_bytes, barrier_);
+      ptx::bulk_copy(slot_, page, slot_key_bytes<C>(args_), barrier_);
     }
   }
   __device__ __forceinline__ void fetch_values(const UnitCursor<C>& at) {
     __syncwarp();
     if (threadIdx.x % 32 != 0 || at.done()) return;
     ptx::barrier_expect(barrier_ + 8, C::value_bytes);
-    ptx::bulk_copy(slot_ + C::key_bytes, at.page() + C::key.bytes() + at.half() * C::value.half_bytes(), C::value_bytes,
+    ptx::bulk_copy(slot_ + slot_key_bytes<C>(args_),
+                   at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(), C::value_bytes,
                    barrier_ + 8);
   }
   __device__ __forceinline__ void wait_keys() { ptx::barrier_wait(barrier_, phase_); }
@@ -120,6 +145,7 @@ class Pipeline {
   }
 
  private:
+  const DecodeArgs& args_;
   std::uint32_t slot_, barrier_;
   std::uint32_t phase_ = 0;
 };
@@ -128,14 +154,16 @@ class Pipeline {
 template <class C>
 class Pipeline {
  public:
-  __device__ Pipeline(std::uint8_t* shared, int warp) : slot_(ptx::shared_address(shared + warp * C::slot_bytes)) {}
+  __device__ Pipeline(const DecodeArgs& args, std::uint8_t* shared, int warp)
+      : args_(args), slot_(ptx::shared_address(slot_of<C>(args, shared, warp))) {}
 
   __device__ void fetch_keys(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
-      constexpr int head = C::half ? C::key.codes_offset() : C::key_bytes;
+      constexpr bool parts = C::half && !C::sorted;
+      const int head = parts ? C::key.codes_offset() : slot_key_bytes<C>(args_);
       copy(slot_, at.page(), head);
-      if constexpr (C::half) {
+      if constexpr (parts) {
         copy(slot_ + head, at.page() + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes());
       }
     }
@@ -144,7 +172,8 @@ class Pipeline {
   __device__ void fetch_values(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
-      copy(slot_ + C::key_bytes, at.page() + C::key.bytes() + at.half() * C::value.half_bytes(), C::value_bytes);
+      copy(slot_ + slot_key_bytes<C>(args_), at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(),
+           C::value_bytes);
     }
     ptx::async_commit();
   }
@@ -160,6 +189,7 @@ class Pipeline {
     __syncwarp();
   }
 
+  const DecodeArgs& args_;
   std::uint32_t slot_;
 };
 #endif

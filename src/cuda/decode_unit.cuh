@@ -40,12 +40,14 @@ __device__ __forceinline__ const std::uint16_t* query_row(const DecodeArgs& args
 
 template <class C>
 struct WarpState {
-  float q[C::n_tiles][C::steps * 4];           // channels 32 step + 16 half + 4t + 0..3 of the prepared vector
-  const std::uint16_t* query[C::n_tiles];      // the prepared vector in memory (set where channels are gathered)
-  float o[C::n_tiles][C::value_tiles][2];      // channels 16 tile + g + 8e of the owned vector
+  // Channels 32 step + 16 half + 4t + 0..3 of the prepared vector; sorted keys have their queries in shared memory.
+  float q[C::n_tiles][C::sorted ? 1 : C::steps * 4];
+  const std::uint16_t* query[C::n_tiles];  // the prepared vector in memory (set where channels are gathered)
+  // Channels 16 tile + g + 8e of the owned vector; until settle() with the fields of lower positions still in them.
+  float o[C::n_tiles][C::value_tiles][2];
   float maximum[C::n_tiles], sum[C::n_tiles];  // sum: this lane's tokens only
   float bias[C::n_tiles];                      // sum of weight * value minimum, this lane's tokens only
-  float excess[C::n_tiles];                    // what the 2^23 in every integer sum added to o at position 0
+  float excess[C::n_tiles];                    // what the 2^23 in every integer sum added to o
   int first[C::n_tiles], last[C::n_tiles];     // visible positions [first, last) of the owned vector
 
   __device__ void reset() {
@@ -56,6 +58,63 @@ struct WarpState {
 #pragma unroll
       for (int j = 0; j < C::value_tiles; ++j) o[n][j][0] = o[n][j][1] = 0;
     }
+  }
+
+  // After the last coded unit: outputs of whole bytes to those of their fields, without the 2^23 of every sum and with
+  // the values' minima.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      const float all = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(bias[n])));
+#pragma unroll
+      for (int j = C::value_tiles; j-- > 0;) {
+        constexpr int bits = C::value_positions == 4 ? 2 : 4;
+        const int position = j % C::value_positions;
+        const float factor = 1.0F / static_cast<float>(1 << (bits * position));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float below = position == 0 ? excess[n] : o[n][j - (position > 0)][e];
+          o[n][j][e] = fmaf(o[n][j][e] - below, factor, all);
+        }
+      }
+      bias[n] = excess[n] = 0;
+    }
+  }
+
+  // Turns outputs from rotated values into those of plain ones: the Hadamard transform of each block of channels, whose
+  // number is 16 tile + 8e + g. Pages hold the transform divided by the block, so this one needs no factor.
+  __device__ __forceinline__ void unrotate(const Lane& lane) {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+#pragma unroll
+      for (int bit = 1; bit < 8; bit *= 2) {
+        const float sign = (lane.g & bit) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+        for (int j = 0; j < C::value_tiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            o[n][j][e] = fmaf(sign, o[n][j][e], __shfl_xor_sync(0xFFFFFFFFU, o[n][j][e], 4 * bit));
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < C::value_tiles; ++j) add_and_subtract(o[n][j][0], o[n][j][1]);
+#pragma unroll
+      for (int span = 1; span < C::rotation / kTile; span *= 2) {
+#pragma unroll
+        for (int j = 0; j < C::value_tiles; ++j) {
+          if ((j & span) != 0) continue;
+          add_and_subtract(o[n][j][0], o[n][j + span][0]);
+          add_and_subtract(o[n][j][1], o[n][j + span][1]);
+        }
+      }
+    }
+  }
+
+  __device__ static __forceinline__ void add_and_subtract(float& a, float& b) {
+    const float difference = a - b;
+    a += b;
+    b = difference;
   }
 
   // Moves the running maximum of block n to at least `peak`; returns a finite stand-in for the new maximum.
@@ -99,10 +158,15 @@ struct CodeWords {
     }
   }
 
-  // A fragment of the group's row tile: one AND per register; the factor 4^p or 16^p stays in the codes.
+  // A fragment of the group's row tile: at most one AND per register; the factor 4^p or 16^p stays in the codes. With
+  // Below also the fields of lower positions do, for sums that are told apart later: the highest needs no AND then.
+  template <bool Below = false>
   __device__ __forceinline__ void fragment(int tile, std::uint32_t (&a)[4]) const {
     const uint4& w = word[Bits == 3 ? tile / 2 : 0];
-    const std::uint32_t mask = Bits == 2 ? 0x03030303U << (2 * tile) : 0x0F0F0F0FU << (4 * (tile % 2));
+    constexpr int width = Bits == 2 ? 2 : 4;
+    const int position = tile % (8 / width);
+    const std::uint32_t field = (Bits == 2 ? 0x03030303U : 0x0F0F0F0FU) << (width * position);
+    const std::uint32_t mask = Below ? field | ((0x01010101U << (width * position)) - 0x01010101U) : field;
     a[0] = w.x & mask;
     a[1] = w.y & mask;
     a[2] = w.z & mask;
@@ -334,14 +398,6 @@ __device__ __forceinline__ void mix_unit(WarpState<C>& state, const Lane& lane, 
   for (int group = 0; group < C::value.groups(); ++group) {
     std::int32_t c[C::n_tiles][per_group][4];
 #pragma unroll
-    for (int n = 0; n < C::n_tiles; ++n) {
-#pragma unroll
-      for (int p = 0; p < per_group; ++p) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[n][p][i] = 0x4B000000;
-      }
-    }
-#pragma unroll
     for (int step = 0; step < C::unit_tokens / kStep; ++step) {
       const std::uint8_t* part = tile + step / 2 * C::value.half_bytes();
       CodeWords<C::value.bits> words;
@@ -351,9 +407,15 @@ __device__ __forceinline__ void mix_unit(WarpState<C>& state, const Lane& lane, 
       for (int p = 0; p < per_group; ++p) {
         if (group * per_group + p >= C::value_tiles) break;
         std::uint32_t a[4];
-        words.fragment(p, a);
+        words.template fragment<true>(p, a);
 #pragma unroll
-        for (int n = 0; n < C::n_tiles; ++n) ptx::mma_bytes<false>(c[n][p], a, x[n][2 * step], x[n][2 * step + 1]);
+        for (int n = 0; n < C::n_tiles; ++n) {
+          if (step == 0) {
+            ptx::mma_bytes_from<false>(0x4B000000, c[n][p], a, x[n][0], x[n][1]);
+          } else {
+            ptx::mma_bytes<false>(c[n][p], a, x[n][2 * step], x[n][2 * step + 1]);
+          }
+        }
       }
     }
 #pragma unroll
@@ -361,14 +423,12 @@ __device__ __forceinline__ void mix_unit(WarpState<C>& state, const Lane& lane, 
 #pragma unroll
       for (int p = 0; p < per_group; ++p) {
         if (group * per_group + p >= C::value_tiles) break;
-        constexpr int bits = C::value_positions == 4 ? 2 : 4;
-        const float f = factor[n] * (1.0F / static_cast<float>(1 << (bits * (p % C::value_positions))));
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float high = __int_as_float(c[n][p][2 * e]) - kValueMagic;
           const float value = fmaf(high, 256.0F, __int_as_float(c[n][p][2 * e + 1]));
           float& o = state.o[n][group * per_group + p][e];
-          o = fmaf(f, value, o);
+          o = fmaf(factor[n], value, o);
         }
       }
     }

@@ -13,7 +13,8 @@ struct DeviceFormat {
   KeyFormat key;
   ValueFormat value;
   ExactFormat exact;
-  int boosted = 0;  // key channels with a high plane
+  int boosted = 0;   // key channels with a high plane
+  int rotation = 1;  // values are stored Hadamard-rotated in blocks of this many channels; 1: as they are
   bool bfloat = false;
 
   KVANT_BOTH std::size_t head_bytes() const { return static_cast<std::size_t>(key.bytes() + value.bytes()); }
@@ -22,13 +23,13 @@ struct DeviceFormat {
 // Throws Error(invalid_argument) naming what the device kernels do not take.
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape);
 
-// One head of a sealed page: `block` has layout.head_bytes, `device` format.head_bytes(). The two are inverse, bit by
-// bit.
-void to_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> block,
+// One head of a sealed page: `block` is the whole page of layout.page_bytes, `device` has format.head_bytes(). The two
+// are inverse, bit by bit: grids that all heads share are in each head's device page.
+void to_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> block, int head,
                std::span<std::byte> device);
-// Throws Error(bad_format) when the channel list of a boosted page is not ascending or names a channel that is not
-// there.
-void from_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> device,
+// Writes this head's part of the page, and the shared grids. Throws Error(bad_format) when a channel list or the counts
+// of width classes cannot be those of a page; the block is then half written.
+void from_device(const DeviceFormat& format, const PageLayout& layout, std::span<const std::byte> device, int head,
                  std::span<std::byte> block);
 
 }  // namespace kvant::cuda

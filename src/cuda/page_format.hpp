@@ -14,6 +14,15 @@
 // byte b of word r is depth index 32 step + 16 (r >> 1) + 4t + b; position p in it is row 16 * tile(group, p) + 8 (r &
 // 1) + g. Rows are tokens for keys and channels for values, depth the other way round. Value depth is permuted inside
 // 16 tokens: slot s is token (s >> 1) + 8 (s & 1), the order in which scores leave the tensor core.
+//
+// Keys with widths of their own (waterfill; KeyFormat::budget > 0) lie in the order of the CPU's block, by width class,
+// and in its planes of 4, 1, 2 and 2 bits over runs of fours of channels:
+//
+//   endpoints  dim * 4 bytes: per four, min of its channels, then their max
+//   index      dim bytes: the channel of each place
+//   counts     fours per width class (6 bytes, 10 of padding)
+//   codes      plane after plane; 64 bytes per four and bit, in the same words as above but cut into fours, so that no
+//              plane is padded to a step
 #pragma once
 
 #include <cstddef>
@@ -31,6 +40,8 @@ constexpr int kPage = 128;       // tokens of a page on the device
 constexpr int kQuadBytes = 512;  // one quad of a warp
 constexpr int kStep = 32;        // depth indices of a step: the k of m16n8k32
 constexpr int kTile = 16;        // rows of a row tile: the m of m16n8k32
+constexpr int kFour = 4;         // channels that share a width where widths are their own
+constexpr int kFourBytes = 64;   // one bit of a four over a page
 
 // Row tiles in one word: positions of 2 bits hold four, nibbles two. 3-bit codes are a 2-bit plane joined in registers
 // with a 1-bit plane to nibbles, so four tiles share a word there too.
@@ -39,19 +50,26 @@ KVANT_BOTH constexpr int tiles_per_group(int bits) {
 }
 
 struct KeyFormat {
-  int bits = 2;        // 2, 3 or 4
+  int bits = 2;        // 2, 3 or 4; 0: each channel has its own width
   int dim = 128;       // a multiple of 32
   int high_steps = 0;  // steps of 32 boosted channels with a second 2-bit plane; 2-bit keys only
+  int budget = 0;      // own widths per channel (then bits is 0): the most that the widths of all fours sum to
 
   KVANT_BOTH constexpr int steps() const { return dim / kStep; }
+  KVANT_BOTH constexpr bool sorted() const { return bits == 0; }
   KVANT_BOTH constexpr int groups() const { return kPage / kTile / tiles_per_group(bits); }
   KVANT_BOTH constexpr int quads_per_group() const { return steps() + high_steps; }
   KVANT_BOTH constexpr int index_offset() const { return dim * 4; }
   KVANT_BOTH constexpr int plane1_offset() const { return index_offset() + high_steps * kStep; }
-  KVANT_BOTH constexpr int codes_offset() const { return plane1_offset() + (bits == 3 ? steps() * kQuadBytes : 0); }
+  KVANT_BOTH constexpr int counts_offset() const { return index_offset() + dim; }  // sorted only
+  KVANT_BOTH constexpr int codes_offset() const {
+    return sorted() ? counts_offset() + 16 : plane1_offset() + (bits == 3 ? steps() * kQuadBytes : 0);
+  }
   // Codes of tokens 0..63 come first, then those of 64..127.
   KVANT_BOTH constexpr int half_codes_bytes() const { return groups() / 2 * quads_per_group() * kQuadBytes; }
-  KVANT_BOTH constexpr int bytes() const { return codes_offset() + 2 * half_codes_bytes(); }
+  KVANT_BOTH constexpr int bytes() const {
+    return codes_offset() + (sorted() ? budget * kFourBytes : 2 * half_codes_bytes());
+  }
 };
 
 struct ValueFormat {
@@ -95,6 +113,23 @@ KVANT_BOTH constexpr int plane1_bit(int group, int position) {
   return (position & 1 ? 1 : 0) + high;
 }
 
+// Where a field of a plane of `bits` bits (1, 2, 4) of sorted keys lies: four `k` of the plane, channel `c` of the
+// four.
+struct FieldPlace {
+  int byte, shift;
+};
+KVANT_BOTH constexpr FieldPlace sorted_place(int bits, int k, int c, int token) {
+  const int tile = token / kTile;
+  const int positions = 8 / bits;
+  const int group = tile / positions;
+  const int g = token % 8;
+  const int row = token % 16 / 8;
+  // A lane reads its words of a half step at once: 16 bytes (two groups), or 8 where there is one group. Lanes that
+  // read at the same time belong to several fours; the exclusive or spreads these over the banks.
+  const int inside = bits == 1 ? (g ^ ((k & 2) << 1)) * 8 : group / 2 * 128 + (g ^ ((k & 3) << 1)) * 16 + group % 2 * 8;
+  return {k * bits * kFourBytes + inside + row * 4 + c, tile % positions * bits};
+}
+
 // Depth slot of a token inside a page (values): the inverse of the permutation above.
 KVANT_BOTH constexpr int value_slot(int token) {
   return (token & ~15) | (token & 7) << 1 | (token >> 3 & 1);
@@ -136,6 +171,7 @@ struct ExactFormat {
 static_assert(KeyFormat{2, 128, 0}.bytes() + ValueFormat{2, 128}.bytes() == 9216);
 static_assert(KeyFormat{4, 128, 0}.bytes() + ValueFormat{4, 128}.bytes() == 17408);
 static_assert(KeyFormat{2, 128, 1}.bytes() == 4608 + 1024 + 32);
+static_assert(KeyFormat{0, 128, 0, 80}.bytes() == 512 + 128 + 16 + 5120);
 static_assert(tile_of(3, 0, 1) == 2 && place_of(3, 16 * 2, 0).position == 1);
 
 }  // namespace kvant::cuda

@@ -148,12 +148,17 @@ Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
     split.segment_cost = kShortSegmentCost;
     return split;
   }
-  split.few_warps = std::int64_t{items} * pages / device.multiprocessors < kFewPages;
+  split.few_warps = !device.more_warps && std::int64_t{items} * pages / device.multiprocessors < kFewPages;
   if (items <= device.clusters_of_8 && pages <= kShortPages) {
-    return {8, items, device.halves && pages <= kHalfPages, true};
-  }
-  if (items <= device.clusters_of_2) {
-    return {2, device.clusters_of_2 / items * items, false, true};
+    split.ranks = 8;
+    split.groups = items;
+    split.half = device.halves && pages <= kHalfPages;
+    split.aligned = split.few_warps = true;
+  } else if (items <= device.clusters_of_2) {
+    split.ranks = 2;
+    split.groups = device.clusters_of_2 / items * items;
+    split.aligned = true;
+    split.few_warps = !device.more_warps || split.groups > items;
   }
   return split;
 }

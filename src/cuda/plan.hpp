@@ -33,7 +33,7 @@ struct Split {
   bool aligned = false;  // groups are dealt out per (sequence, head): no group works on two of them
   // What ending a segment costs, in units: warps without a page in the last round, and the merge.
   double segment_cost = 5;
-  bool few_warps = false;  // the kernel with fewer warps, which ends segments sooner
+  bool few_warps = false;  // the kernel with fewer warps, which ends segments sooner (or fills clusters)
 };
 
 struct Plan {
@@ -49,7 +49,8 @@ struct PlanDevice {
   int multiprocessors = 132;
   int clusters_of_2 = 0;  // co-resident clusters of that size; 0 where the device has none
   int clusters_of_8 = 0;
-  bool halves = false;  // a kernel for half pages exists
+  bool halves = false;      // a kernel for half pages exists
+  bool more_warps = false;  // instructions bound the kernel: more warps pay even where pages are few
 };
 
 // items = sequences * KV heads * blocks of vectors, all alike or not; pages: coded pages of the longest sequence.

@@ -15,7 +15,7 @@ DeviceInfo device_info() {
   check(cudaGetDevice(&device), "CUDA device");
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "CUDA device properties");
-  DeviceInfo info{properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+  DeviceInfo info{properties.name,          device, properties.major, properties.minor, properties.multiProcessorCount,
                   properties.totalGlobalMem};
   if (info.major < 8) {
     base::fail(ErrorCode::unsupported, "device '" + info.name + "' has compute capability " +
@@ -161,8 +161,7 @@ void upload_sealed(const PagePool::Impl& pool, std::int32_t number, std::span<co
   std::vector<std::byte> image(pool.page_stride());
   for (int head = 0; head < pool.shape.kv_heads; ++head) {
     to_device(
-        pool.format, pool.layout,
-        block.subspan(static_cast<std::size_t>(head) * pool.layout.head_bytes, pool.layout.head_bytes),
+        pool.format, pool.layout, block, head,
         std::span(image).subspan(static_cast<std::size_t>(head) * pool.format.head_bytes(), pool.format.head_bytes()));
   }
   check(cudaMemcpy(pool.page(number), image.data(), image.size(), cudaMemcpyHostToDevice), "upload of a page");
@@ -222,7 +221,7 @@ std::vector<std::byte> Sequence::download_block(std::int64_t page) const {
     from_device(p.format, p.layout,
                 std::span<const std::byte>(image).subspan(static_cast<std::size_t>(head) * p.format.head_bytes(),
                                                           p.format.head_bytes()),
-                std::span(block).subspan(static_cast<std::size_t>(head) * p.layout.head_bytes, p.layout.head_bytes));
+                head, block);
   }
   return block;
 }

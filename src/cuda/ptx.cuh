@@ -12,7 +12,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// D = A * B + C, A unsigned bytes 16x32, B bytes 32x8, C and D 32-bit integers 16x8.
+// D = A * B + D, A unsigned bytes 16x32, B bytes 32x8, D 32-bit integers 16x8.
 template <bool SignedB>
 __device__ __forceinline__ void mma_bytes(std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                           std::uint32_t b1) {
@@ -25,6 +25,37 @@ __device__ __forceinline__ void mma_bytes(std::int32_t (&c)[4], const std::uint3
                  : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// The same with `start` in place of every element of the old D, which then needs no registers of its own.
+template <bool SignedB>
+__device__ __forceinline__ void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_t (&a)[4],
+                                               std::uint32_t b0, std::uint32_t b1) {
+  if constexpr (SignedB) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+  }
+}
+
+// Over 16 depth indices, B signed: the first two registers of A and the first of B.
+__device__ __forceinline__ void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                              std::uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+__device__ __forceinline__ void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0,
+                                                   std::uint32_t a1, std::uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+               : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+               : "r"(a0), "r"(a1), "r"(b), "r"(start));
 }
 
 // A and B binary16 or bfloat16, 16x16 by 16x8, binary32 sums.
@@ -94,6 +125,19 @@ __device__ __forceinline__ std::uint32_t narrow2(float low, float high) {
   }
 }
 
+// ---- copies of 16 bytes per thread (sm_80)
+
+__device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- bulk copies that complete on an mbarrier (sm_90)
 
@@ -148,16 +192,6 @@ __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 #else
-__device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int Pending>
-__device__ __forceinline__ void async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
 __device__ __forceinline__ void wait_for_predecessor() {}
 __device__ __forceinline__ void release_dependents() {}
 #endif

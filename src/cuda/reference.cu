@@ -31,7 +31,13 @@ struct CodedPage {
   const std::uint8_t* keys;
   int boosted;
 
-  __device__ double key(int token, int channel) const {
+  // The channel in place i of the page.
+  __device__ int channel(int i) const { return f.key.sorted() ? keys[f.key.index_offset() + i] : i; }
+  __device__ double key(int token, int i) const {
+    return f.key.sorted() ? sorted_key(token, i) : uniform_key(token, i);
+  }
+
+  __device__ double uniform_key(int token, int channel) const {
     const CodePlace place = place_of(f.key.bits, token, channel);
     const int quad = (place.group * f.key.quads_per_group() + place.step) * kQuadBytes;
     int code = load_code(f.key.bits, keys + f.key.codes_offset() + quad,
@@ -52,6 +58,31 @@ struct CodedPage {
     }
     return low + code * ((high - low) / levels);
   }
+  __device__ double sorted_key(int token, int i) const {
+    const std::uint8_t* counts = keys + f.key.counts_offset();
+    const int six = counts[0], four = counts[1], five = counts[2], one = counts[3], three = counts[4], two = counts[5];
+    // The planes of the CPU's page (src/cache/tile.hpp): bits, shift, first four, fours.
+    const int planes[4][4] = {{4, 1, 0, six + four + five},
+                              {1, 0, six + four, five + one + three},
+                              {2, 1, six + four + five + one, three + two},
+                              {2, 5, 0, six}};
+    const std::uint8_t* plane = keys + f.key.codes_offset();
+    int code = 0;
+    int levels = 0;
+    for (const auto& [bits, shift, first, fours] : planes) {
+      const int k = i / kFour - first;
+      const int most = (1 << bits) - 1;
+      if (k >= 0 && k < fours) {
+        const FieldPlace at = sorted_place(bits, k, i % kFour, token);
+        code |= (plane[at.byte] >> at.shift & most) << shift;
+        levels |= most << shift;
+      }
+      plane += bits * fours * kFourBytes;
+    }
+    const std::uint8_t* ends = keys + i / kFour * 16 + i % kFour * 2;
+    const double low = widen<Bfloat>(ends);
+    return low + code * ((widen<Bfloat>(ends + 8) - low) / levels);
+  }
   __device__ double value(int token, int channel) const {
     const std::uint8_t* values = keys + f.key.bytes();
     const CodePlace place = place_of(f.value.bits, channel, value_slot(token));
@@ -71,6 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     reference_kernel(const DecodeArgs args, const ReferenceArgs reference, const DeviceFormat f) {
   __shared__ double weight[kPage];
   __shared__ double q[256];
+  __shared__ double turned[256];
   const int head = static_cast<int>(blockIdx.x);
   const int row = static_cast<int>(blockIdx.y);
   const auto sequence = static_cast<std::int64_t>(blockIdx.z);
@@ -90,6 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   double maximum = -INFINITY;
   double sum = 0;
   double out = 0;
+  double rotated = 0;  // the same sum over pages whose values are rotated
   // page -1: the sinks; pages from `coded` on: the open tail.
   for (int page = -1; page * kPage < length; ++page) {
     const bool is_sink = page < 0;
@@ -113,7 +146,8 @@ __global__ void __launch_bounds__(kThreads)
       const int at = position + thread;
       double score = 0;
       for (int d = 0; d < f.key.dim; ++d) {
-        score += q[d] * (is_exact ? widen<Bfloat>(exact + f.exact.key_at(thread, d)) : coded_page.key(thread, d));
+        score += is_exact ? q[d] * widen<Bfloat>(exact + f.exact.key_at(thread, d))
+                          : q[coded_page.channel(d)] * coded_page.key(thread, d);
       }
       score *= args.scale;
       if (args.softcap > 0) score = args.softcap * tanh(score / args.softcap);
@@ -127,15 +161,28 @@ __global__ void __launch_bounds__(kThreads)
     const double alpha = maximum == -INFINITY ? 0.0 : exp(maximum - peak);
     sum *= alpha;
     out *= alpha;
+    rotated *= alpha;
     for (int t = 0; t < kPage; ++t) {
       if (weight[t] == -INFINITY) continue;
       const double p = exp(weight[t] - peak);
       sum += p;
-      if (thread < f.value.dim) {
-        out += p * (is_exact ? widen<Bfloat>(exact + f.exact.value_at(t, thread)) : coded_page.value(t, thread));
+      if (thread >= f.value.dim) continue;
+      if (is_exact) {
+        out += p * widen<Bfloat>(exact + f.exact.value_at(t, thread));
+      } else {
+        (f.rotation > 1 ? rotated : out) += p * coded_page.value(t, thread);
       }
     }
     maximum = peak;
+  }
+  if (f.rotation > 1) {
+    turned[thread] = rotated;
+    __syncthreads();
+    const int first = thread / f.rotation * f.rotation;
+    for (int i = 0; i < f.rotation && thread < f.value.dim; ++i) {
+      out += (__popc(static_cast<unsigned>(i & thread & (f.rotation - 1))) & 1) != 0 ? -turned[first + i]
+                                                                                     : turned[first + i];
+    }
   }
   if (args.sinks != nullptr && args.sinks[head] != -INFINITY) {
     const double sink = args.sinks[head];

@@ -36,10 +36,22 @@ struct SealArgs {
   std::int64_t page_stride = 0;
   std::int32_t kv_heads = 0;
   std::int32_t boosted = 0;  // boosted key channels
+  // Widths per channel and rotated values (waterfill).
+  std::int32_t key_bytes = 0;  // of a key tile
+  std::int32_t low = 0;        // widths
+  std::int32_t high = 0;
+  std::int32_t budget = 0;             // sum of the widths of all fours
+  std::int32_t key_least_squares = 0;  // 0 or 1
+  std::int32_t value_least_squares = 0;
+  std::int32_t shared_grids = 0;  // one grid per token for all heads
 };
 
+SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, int kv_heads);
+
 void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream);
-// Throws Error(unsupported) where this build has no kernels for the format.
+// Whether this build has a kernel that writes pages of the format.
+bool can_seal(const DeviceFormat& format);
+// Throws Error(unsupported) where it has none.
 void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream);
 
 }  // namespace kvant::cuda

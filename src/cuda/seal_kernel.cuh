@@ -329,19 +329,21 @@ __device__ void pack_keys(int boosted, const SealShared<F>& shared, std::uint8_t
   }
 }
 
+// rows: codes as [channel][SealSide::stride]. Of the tokens 64 * first_half..64 * end_half - 1.
 template <class F>
-__device__ void pack_values(const SealShared<F>& shared, std::uint8_t* page, int thread, int threads) {
+__device__ void pack_values(const std::uint16_t* rows, std::uint8_t* page, int first_half, int end_half, int thread,
+                            int threads) {
   // depth: the first of four slots of the 32-token step `step`, tokens k, k + 8, k + 1 and k + 9 of their sixteen.
   // Groups may reach past the last channel: codes 0 there.
   const auto codes = [&](int channel, int step, int depth) -> std::uint32_t {
     if (channel >= F::value.dim) return 0U;
-    const std::uint16_t* row = shared.values + channel * SealShared<F>::Values::stride + step * kStep + (depth & 16);
+    const std::uint16_t* row = rows + channel * SealSide<F::value.dim, kPage>::stride + step * kStep + (depth & 16);
     const std::uint32_t low = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2);
     const std::uint32_t high = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2 + 8);
     return __byte_perm(low, high, 0x6240);
   };
   constexpr int per_half = F::value.groups() * 2 * 32;
-  for (int i = thread; i < 2 * per_half; i += threads) {
+  for (int i = first_half * per_half + thread; i < end_half * per_half; i += threads) {
     const int half = i / per_half;
     const int step = 2 * half + i / 32 % 2;
     const uint4 words = make_codes<F::value.bits>(i % per_half / 64, i % 32,
@@ -350,7 +352,7 @@ __device__ void pack_values(const SealShared<F>& shared, std::uint8_t* page, int
   }
   if constexpr (F::value.bits == 3) {
     constexpr int ones = F::value.plane1_groups() * 2 * 32;
-    for (int i = thread; i < 2 * ones; i += threads) {
+    for (int i = first_half * ones + thread; i < end_half * ones; i += threads) {
       const int half = i / ones;
       const int step = 2 * half + i / 32 % 2;
       reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.plane1_offset())[i % ones] =
@@ -392,7 +394,7 @@ __global__ void __launch_bounds__(kSealThreads) seal_kernel(const SealArgs args)
   if (threadIdx.x < kSealThreads / 2) {
     pack_keys<F>(args.boosted, shared, keys, thread, kSealThreads / 2);
   } else {
-    pack_values<F>(shared, values, thread, kSealThreads / 2);
+    pack_values<F>(shared.values, values, 0, 2, thread, kSealThreads / 2);
   }
 }
 

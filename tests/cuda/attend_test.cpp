@@ -6,32 +6,6 @@
 namespace kvant::cuda::test {
 namespace {
 
-// Relative error of the integer path: 16-bit queries and weights, and the output rounded to its 16-bit type.
-double tolerance(DType type) {
-  return type == DType::bf16 ? 3e-3 : 1e-3;
-}
-
-std::string text_of(const Shape& shape) {
-  std::string text = std::string(shape.recipe) + " " + std::to_string(shape.cache.key_dim) + "x" +
-                     std::to_string(shape.cache.value_dim) + " " + name_of(shape.cache.dtype) + " group " +
-                     std::to_string(shape.group) + " rows " + std::to_string(shape.rows) + " lengths";
-  for (const std::int64_t length : shape.lengths) text += " " + std::to_string(length);
-  return text;
-}
-
-void expect_agreement(const Shape& shape, unsigned seed = 1) {
-  SCOPED_TRACE(text_of(shape));
-  const Twins twins(shape, seed);
-  const Twins::Result cpu = twins.on_cpu();
-  for (const AttendPath path : {AttendPath::reference, AttendPath::integer}) {
-    const Twins::Result gpu = twins.on_gpu(path);
-    const double error = relative_error(gpu.out, cpu.out);
-    EXPECT_LE(error, tolerance(shape.cache.dtype)) << (path == AttendPath::integer ? "integer" : "reference");
-    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
-    if (path == AttendPath::integer) ::testing::Test::RecordProperty("error", std::to_string(error));
-  }
-}
-
 TEST(GpuAttend, Recipes) {
   KVANT_NEEDS_GPU();
   KVANT_NEEDS_EVERY_SHAPE();
@@ -147,6 +121,9 @@ TEST(GpuAttend, Splits) {
 }
 
 std::string recipe_of(const DecodeVariant& v) {
+  if (v.key_bits == 0) {
+    return (v.value_bits == 2 ? "waterfill:k=2.5,v=" : "waterfill:k=3,v=") + std::to_string(v.value_bits);
+  }
   if (v.high_steps > 0) return "kitty:v=" + std::to_string(v.value_bits);
   return "kivi:k=" + std::to_string(v.key_bits) + ",v=" + std::to_string(v.value_bits);
 }

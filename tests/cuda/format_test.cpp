@@ -22,19 +22,22 @@ Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tok
 
 TEST(DevicePage, RoundTripKeepsEveryBit) {
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=3,v=3", "kivi:k=4,v=4", "kivi:k=4,v=2", "kivi:k=2,v=3", "kitty",
-                             "kitty:boost=0.1,v=4", "kitty:boost=1"}) {
+                             "kitty:boost=0.1,v=4", "kitty:boost=1", "small", "balanced", "near-lossless",
+                             "waterfill:k=1,high=1,v=3", "waterfill:k=6,low=6,high=6,v=4", "waterfill:k=3.3,high=6"}) {
     for (const int dim : {64, 96, 128, 192, 256}) {
       for (const DType type : {DType::f16, DType::bf16}) {
         SCOPED_TRACE(std::string(recipe) + " " + std::to_string(dim));
-        const CacheShape shape{1, dim, dim == 192 ? 128 : dim, type};
+        const CacheShape shape{2, dim, dim == 192 ? 128 : dim, type};
         const Cache cache = random_cache(recipe, shape, 256, 5);
         const DeviceFormat format = make_device_format(parse_recipe(recipe), shape);
         const auto block = cache.store().sealed_block(0);
-        ASSERT_EQ(block.size(), cache.store().layout().head_bytes);
-        std::vector<std::byte> device(format.head_bytes(), std::byte{0xCC});
-        to_device(format, cache.store().layout(), block, device);
-        std::vector<std::byte> back(block.size(), std::byte{0xCC});
-        from_device(format, cache.store().layout(), device, back);
+        ASSERT_EQ(block.size(), cache.store().layout().page_bytes);
+        std::vector<std::byte> back(block.size());
+        for (int head = 0; head < shape.kv_heads; ++head) {
+          std::vector<std::byte> device(format.head_bytes(), std::byte{0xCC});
+          to_device(format, cache.store().layout(), block, head, device);
+          from_device(format, cache.store().layout(), device, head, back);
+        }
         EXPECT_TRUE(std::equal(block.begin(), block.end(), back.begin(), back.end()));
       }
     }
@@ -46,6 +49,8 @@ TEST(DevicePage, SizesAreTheStudys) {
   EXPECT_EQ(make_device_format(parse_recipe("kivi:k=2,v=2"), shape).head_bytes(), 9216U);
   EXPECT_EQ(make_device_format(parse_recipe("kivi:k=4,v=4"), shape).head_bytes(), 17408U);
   EXPECT_EQ(make_device_format(parse_recipe("kitty"), shape).head_bytes(), 9216U + 1024U + 32U);
+  // 2.5 bits: half a kilobyte of endpoints, a byte per channel, the counts; nothing is padded to a step.
+  EXPECT_EQ(make_device_format(parse_recipe("small"), shape).head_bytes(), 5120U + 512U + 128U + 16U + 4608U);
 }
 
 TEST(DevicePage, RefusesWhatHasNoKernels) {
@@ -63,6 +68,8 @@ TEST(DevicePage, RefusesWhatHasNoKernels) {
   refused("kivi:k=1,v=4", shape, "1");
   refused("kivi:page=64", shape, "page");
   refused("f16", shape, "f16");
+  refused("waterfill:v=8", shape, "8");
+  refused("waterfill:page=64", shape, "page");
   refused("k=zipcache,v=kivi:4", shape, "orders the tokens");
   refused("kivi", {1, 80, 128, DType::f16}, "80");
   refused("kivi", {1, 128, 128, DType::f32}, "f32");
@@ -73,13 +80,40 @@ TEST(DevicePage, RefusesForgedChannelLists) {
   const Cache cache = random_cache("kitty", shape, 256, 9);
   const DeviceFormat format = make_device_format(parse_recipe("kitty"), shape);
   std::vector<std::byte> device(format.head_bytes());
-  to_device(format, cache.store().layout(), cache.store().sealed_block(0), device);
-  std::vector<std::byte> back(cache.store().layout().head_bytes);
+  to_device(format, cache.store().layout(), cache.store().sealed_block(0), 0, device);
+  std::vector<std::byte> back(cache.store().layout().page_bytes);
   const auto at = static_cast<std::size_t>(format.key.index_offset());
   device[at + 1] = device[at];
-  EXPECT_THROW(from_device(format, cache.store().layout(), device, back), Error);
+  EXPECT_THROW(from_device(format, cache.store().layout(), device, 0, back), Error);
   device[at + 31] = std::byte{200};
-  EXPECT_THROW(from_device(format, cache.store().layout(), device, back), Error);
+  EXPECT_THROW(from_device(format, cache.store().layout(), device, 0, back), Error);
+}
+
+TEST(DevicePage, RefusesForgedWidths) {
+  const CacheShape shape{1, 128, 128, DType::f16};
+  const Cache cache = random_cache("small", shape, 256, 9);
+  const PageLayout& layout = cache.store().layout();
+  const DeviceFormat format = make_device_format(parse_recipe("small"), shape);
+  std::vector<std::byte> good(format.head_bytes());
+  to_device(format, layout, cache.store().sealed_block(0), 0, good);
+  std::vector<std::byte> back(layout.page_bytes);
+  EXPECT_NO_THROW(from_device(format, layout, good, 0, back));
+  const auto forged = [&](int offset, std::byte value) {
+    std::vector<std::byte> device = good;
+    device[static_cast<std::size_t>(offset)] = value;
+    EXPECT_THROW(from_device(format, layout, device, 0, back), Error) << offset;
+  };
+  forged(format.key.index_offset(), good[static_cast<std::size_t>(format.key.index_offset()) + 127]);  // twice
+  forged(format.key.index_offset() + 5, std::byte{128});
+  for (int i = 0; i < 6; ++i) forged(format.key.counts_offset() + i, std::byte{200});
+  // The right number of fours, but wider than the page has place for.
+  std::vector<std::byte> device = good;
+  for (int i = 0; i < 6; ++i) device[static_cast<std::size_t>(format.key.counts_offset() + i)] = std::byte{0};
+  device[static_cast<std::size_t>(format.key.counts_offset())] = std::byte{32};
+  for (int i = 0; i < 128; ++i) {
+    device[static_cast<std::size_t>(format.key.index_offset() + i)] = static_cast<std::byte>(i);
+  }
+  EXPECT_THROW(from_device(format, layout, device, 0, back), Error);
 }
 
 // Every unit of every vector is in exactly one segment, parts are numbered and counted, nothing shares a partial.

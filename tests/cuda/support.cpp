@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -80,6 +81,78 @@ double relative_error(std::span<const float> a, std::span<const float> b) {
   return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
+double tolerance(DType type) {
+  return type == DType::bf16 ? 3e-3 : 1e-3;
+}
+
+std::string text_of(const Shape& shape) {
+  std::string text = std::string(shape.recipe) + " " + std::to_string(shape.cache.key_dim) + "x" +
+                     std::to_string(shape.cache.value_dim) + " " + name_of(shape.cache.dtype) + " group " +
+                     std::to_string(shape.group) + " rows " + std::to_string(shape.rows) + " lengths";
+  for (const std::int64_t length : shape.lengths) text += " " + std::to_string(length);
+  return text;
+}
+
+void expect_agreement(const Shape& shape, unsigned seed) {
+  SCOPED_TRACE(text_of(shape));
+  const Twins twins(shape, seed);
+  const Twins::Result cpu = twins.on_cpu();
+  for (const AttendPath path : {AttendPath::reference, AttendPath::integer}) {
+    const Twins::Result gpu = twins.on_gpu(path);
+    const double error = relative_error(gpu.out, cpu.out);
+    EXPECT_LE(error, tolerance(shape.cache.dtype)) << (path == AttendPath::integer ? "integer" : "reference");
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
+    if (path == AttendPath::integer) ::testing::Test::RecordProperty("error", std::to_string(error));
+  }
+}
+
+void expect_same_blocks(const Sequence& sequence, const Cache& cache) {
+  ASSERT_EQ(sequence.length(), cache.length());
+  ASSERT_EQ(sequence.sealed_pages(), cache.counts().sealed_pages);
+  for (std::int64_t page = 0; page * 128 < cache.length(); ++page) {
+    const auto block = cache.store().sealed_block(page);
+    if (block.empty()) continue;
+    const std::vector<std::byte> device = sequence.download_block(page);
+    EXPECT_TRUE(std::equal(block.begin(), block.end(), device.begin(), device.end())) << "page " << page;
+  }
+}
+
+void expect_same_seals(const char* recipe, const CacheShape& shape, float spread) {
+  SCOPED_TRACE(std::string(recipe) + " " + std::to_string(shape.key_dim));
+  std::mt19937 random(11);
+  const Recipe parsed = parse_recipe(recipe);
+  PagePool pool(parsed, shape, 32, 32);
+  Batch batch(pool, 2, 2048);
+  std::vector<Sequence> sequences;
+  sequences.emplace_back(pool);
+  sequences.emplace_back(pool);
+  std::vector<Sequence*> pointers = {&sequences[0], &sequences[1]};
+  batch.bind(pointers, nullptr);
+  std::vector<Cache> caches(2, Cache(parsed, shape));
+  for (const int rows : {1, 60, 67, 1, 128, 200, 3, 256, 40}) {
+    const auto keys = random_rows(random, shape.dtype, 2 * rows, shape.kv_heads, shape.key_dim, spread);
+    const auto values = random_rows(random, shape.dtype, 2 * rows, shape.kv_heads, shape.value_dim, 0.0F);
+    for (std::size_t b = 0; b < 2; ++b) {
+      const std::size_t row = b * static_cast<std::size_t>(rows * shape.kv_heads);
+      caches[b].append(dense_view(keys.data() + row * static_cast<std::size_t>(shape.key_dim), shape.dtype, rows,
+                                  shape.kv_heads, shape.key_dim),
+                       dense_view(values.data() + row * static_cast<std::size_t>(shape.value_dim), shape.dtype, rows,
+                                  shape.kv_heads, shape.value_dim));
+    }
+    Guarded device_keys(keys.size() * 2);
+    Guarded device_values(values.size() * 2);
+    device_keys.write(keys.data());
+    device_values.write(values.data());
+    batch.append(device_keys.data(), device_values.data(), rows, nullptr);
+    batch.seal_ready(nullptr);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
+  for (std::size_t b = 0; b < 2; ++b) expect_same_blocks(sequences[b], caches[b]);
+  sequences.clear();
+  EXPECT_EQ(pool.free_pages(), 32);
+  EXPECT_EQ(pool.free_exact_pages(), 32);
+}
+
 Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
     : shape(s),
       pool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages),
@@ -87,7 +160,7 @@ Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
   std::mt19937 random(seed);
   for (const std::int64_t length : s.lengths) {
     Cache cache(parse_recipe(s.recipe), s.cache);
-    const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, 0.2F);
+    const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, s.spread);
     const auto values = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.value_dim, 0.0F);
     if (length > 0) {
       cache.append(dense_view(keys.data(), s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim),

@@ -5,6 +5,7 @@
 
 #include <random>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/half.hpp"
@@ -17,8 +18,9 @@ namespace kvant::cuda::test {
 #define KVANT_NEEDS_EVERY_SHAPE() \
   if (!KVANT_CUDA_FULL) GTEST_SKIP() << "this build has the kernels of one shape only"
 
-#define KVANT_NEEDS_GPU() \
-  if (!is_available()) GTEST_SKIP() << "no CUDA device of compute capability 8.0"
+#define KVANT_NEEDS_GPU()                                                          \
+  if (!is_available()) GTEST_SKIP() << "no CUDA device of compute capability 8.0"; \
+  if (KVANT_CUDA_SAMPLE) GTEST_SKIP() << "this build has a sample of the kernels (KVANT_CUDA_SHAPES)"
 
 // Device memory that holds `values`, with poison in front and behind that must survive.
 class Guarded {
@@ -53,7 +55,12 @@ struct Shape {
   int rows = 1;
   AttendOptions options;
   std::vector<std::int64_t> lengths{1000};
+  float spread = 0.2F;  // how far the ranges of the key channels are apart
 };
+std::string text_of(const Shape& shape);
+
+// Relative error that the integer path may have: 16-bit queries and weights, and the output rounded to its 16-bit type.
+double tolerance(DType type);
 
 // Caches of the given lengths with random contents, on the CPU and uploaded.
 struct Twins {
@@ -76,5 +83,12 @@ struct Twins {
   Result on_gpu(AttendPath path) const;
   Result on_gpu(const AttendPlan& plan) const;
 };
+
+// Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
+void expect_agreement(const Shape& shape, unsigned seed = 1);
+// Rows that arrive in chunks on both sides; what is sealed on the device are the CPU's bytes.
+void expect_same_seals(const char* recipe, const CacheShape& shape, float spread = 0.3F);
+// Every sealed page of the sequence, downloaded, is the CPU's block.
+void expect_same_blocks(const Sequence& sequence, const Cache& cache);
 
 }  // namespace kvant::cuda::test

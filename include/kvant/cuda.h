@@ -1,0 +1,122 @@
+/* The GPU library (kvant/cuda.hpp) for C and for whoever calls C: opaque handles, status codes, no exception crosses.
+ *
+ * Every function that returns kvant_status sets its outputs only on KVANT_OK; objects are unchanged after a failed
+ * call, and kvant_last_error() says which argument was refused and why. Handles are made by *_create and *_fork and
+ * given back by *_destroy, which takes NULL. A pool may go before what was made from it; a sequence must outlive the
+ * batches that it is bound to, a batch its plans. Work is enqueued on the stream given (a cudaStream_t; NULL is the
+ * default stream), device pointers are plain pointers. Calls that share a pool belong on one thread at a time. */
+#ifndef KVANT_CUDA_H
+#define KVANT_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum kvant_status {
+  KVANT_OK = 0,
+  KVANT_INVALID_ARGUMENT = 1, /* a value outside its documented range, a null pointer */
+  KVANT_OUT_OF_RANGE = 2,     /* beyond what the object was made for */
+  KVANT_UNSUPPORTED = 3,      /* this build or this machine cannot do it; a CUDA call that failed */
+  KVANT_BAD_FORMAT = 4,       /* text that is no recipe */
+  KVANT_OUT_OF_MEMORY = 5,    /* the device's, the host's, or the pool has no free page */
+  KVANT_INTERNAL = 6          /* none of these: a defect of the library */
+} kvant_status;
+
+/* The message of this thread's last failed call; "" before the first. Valid until the thread's next failed call. */
+const char* kvant_last_error(void);
+
+/* 1 when the current device can run the kernels of this build, else 0. */
+int kvant_cuda_available(void);
+
+typedef enum kvant_dtype { KVANT_F16 = 1, KVANT_BF16 = 2 } kvant_dtype;
+
+/* What one layer caches per token. */
+typedef struct kvant_cuda_shape {
+  int kv_heads;
+  int key_dim; /* 64, 96, 128, 192 or 256 */
+  int value_dim;
+  kvant_dtype dtype;
+} kvant_cuda_shape;
+
+typedef struct kvant_cuda_pool kvant_cuda_pool;
+typedef struct kvant_cuda_sequence kvant_cuda_sequence;
+typedef struct kvant_cuda_batch kvant_cuda_batch;
+typedef struct kvant_cuda_plan kvant_cuda_plan;
+
+/* ---- pool: device memory for sealed pages and for exact pages of 128 tokens, one layer */
+
+/* recipe: a recipe text, for example "kitty:sink=4". */
+kvant_status kvant_cuda_pool_create(const char* recipe, const kvant_cuda_shape* shape, int pages, int exact_pages,
+                                    kvant_cuda_pool** pool);
+void kvant_cuda_pool_destroy(kvant_cuda_pool* pool);
+kvant_status kvant_cuda_pool_free_pages(const kvant_cuda_pool* pool, int* pages, int* exact_pages);
+/* Bytes of device memory that the pool holds. */
+kvant_status kvant_cuda_pool_bytes(const kvant_cuda_pool* pool, size_t* bytes);
+
+/* ---- sequence */
+
+/* An empty sequence. */
+kvant_status kvant_cuda_sequence_create(const kvant_cuda_pool* pool, kvant_cuda_sequence** sequence);
+void kvant_cuda_sequence_destroy(kvant_cuda_sequence* sequence);
+/* Shares the sealed pages and copies the open ones. */
+kvant_status kvant_cuda_sequence_fork(const kvant_cuda_sequence* sequence, void* stream, kvant_cuda_sequence** fork);
+kvant_status kvant_cuda_sequence_length(const kvant_cuda_sequence* sequence, int64_t* tokens, int64_t* sealed_pages);
+
+/* ---- batch: the sequences of one call */
+
+kvant_status kvant_cuda_batch_create(const kvant_cuda_pool* pool, int max_sequences, int64_t max_tokens,
+                                     kvant_cuda_batch** batch);
+void kvant_cuda_batch_destroy(kvant_cuda_batch* batch);
+/* From now on row b of every call is sequences[b]. */
+kvant_status kvant_cuda_batch_bind(kvant_cuda_batch* batch, kvant_cuda_sequence* const* sequences, int count,
+                                   void* stream);
+/* Makes room for `tokens` more tokens per sequence. */
+kvant_status kvant_cuda_batch_reserve(kvant_cuda_batch* batch, int tokens, void* stream);
+/* keys [sequence][row][kv_head][key_dim] and values [..][value_dim], dense, device memory. */
+kvant_status kvant_cuda_batch_append(kvant_cuda_batch* batch, const void* keys, const void* values, int rows,
+                                     void* stream);
+/* Tells the host's side that a graph with an append of `rows` rows was replayed. */
+kvant_status kvant_cuda_batch_count_appended(kvant_cuda_batch* batch, int rows);
+/* Encodes every full page that has at least the recipe's window of newer tokens. sealed: how many; may be NULL. */
+kvant_status kvant_cuda_batch_seal_ready(kvant_cuda_batch* batch, void* stream, int* sealed);
+
+/* ---- attention */
+
+typedef enum kvant_cuda_path {
+  KVANT_CUDA_AUTOMATIC = 0, /* integer up to 8 rows, prefill beyond; reference where this build has no kernel */
+  KVANT_CUDA_INTEGER = 1,
+  KVANT_CUDA_PREFILL = 2,
+  KVANT_CUDA_REFERENCE = 3
+} kvant_cuda_path;
+
+/* All zero is a good start: {0}. */
+typedef struct kvant_cuda_attend_options {
+  float scale;        /* multiplies q.k; 0 means 1/sqrt(key_dim) */
+  float softcap;      /* c > 0: scores become c * tanh(score / c) */
+  const float* sinks; /* device pointer, learned sink logit per query head; NULL: none */
+  int sliding_window; /* 0: unlimited */
+  int overlap;        /* 1: the launch may begin while its predecessor in the stream ends */
+  int pages_settled;  /* with overlap, 1: no page of the batch is written by the predecessor */
+  int headroom;       /* tokens by which sequences may grow while the plan is valid */
+  kvant_cuda_path path;
+} kvant_cuda_attend_options;
+
+/* Valid until pages of the batch are sealed or it is bound anew. rows: query rows per sequence, the last tokens of it,
+ * 1 to 65535. query_heads: 1 to 16 times the KV heads. options: NULL for all zero. */
+kvant_status kvant_cuda_plan_create(const kvant_cuda_batch* batch, int query_heads, int rows,
+                                    const kvant_cuda_attend_options* options, kvant_cuda_plan** plan);
+void kvant_cuda_plan_destroy(kvant_cuda_plan* plan);
+/* Which kernel serves the plan: never KVANT_CUDA_AUTOMATIC. */
+kvant_status kvant_cuda_plan_path(const kvant_cuda_plan* plan, kvant_cuda_path* path);
+/* q [sequence][row][query_head][key_dim], out [..][value_dim], dense, aligned to 8 and 4 bytes; lse NULL or float
+ * [sequence][row][query_head]. */
+kvant_status kvant_cuda_plan_run(const kvant_cuda_plan* plan, const void* q, void* out, float* lse, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVANT_CUDA_H */

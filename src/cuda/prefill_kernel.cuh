@@ -1,0 +1,170 @@
+// Prefill attention: flash attention on half-precision tensor cores over tiles that the block dequantizes for all of
+// its query vectors. README.md has the reasons.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/prefill.hpp"
+#include "cuda/prefill_mma.cuh"
+#include "cuda/prefill_wgmma.cuh"
+
+namespace kvant::cuda {
+
+// The tokens that a block of vectors sees, in stages of 64: coded half pages, then sinks, then the open tail.
+class StageList {
+ public:
+  // Tokens [begin, end) are what any vector of the block sees.
+  template <class C>
+  __device__ static StageList make(const DecodeArgs& args, const ReferenceArgs& layout, int sequence, int head,
+                                   int begin, int end) {
+    StageList list(args, sequence);
+    const int coded = layout.coded_pages[sequence];
+    list.sinks_ = layout.sinks[sequence];
+    list.tail_begin_ = coded * kPage;
+    list.coded0_ = max(layout.first_page[sequence] * 2, begin / kStageTokens);
+    list.coded_ = max(0, min(coded * 2, stages(end)) - list.coded0_);
+    list.sink_ = begin < list.sinks_ ? stages(min(list.sinks_, end)) : 0;
+    list.tail0_ = max(list.tail_begin_, begin / kStageTokens * kStageTokens);
+    list.count_ = list.coded_ + list.sink_ + max(0, stages(end - list.tail0_));
+    list.page_offset_ = static_cast<std::int64_t>(head) * (C::key.bytes() + C::value.bytes());
+    list.exact_offset_ = static_cast<std::int64_t>(head) * C::exact.page_bytes();
+    list.tile_bytes_ = C::exact.tile_bytes();
+    return list;
+  }
+
+  __device__ int count() const { return count_; }
+  __device__ Stage get(int i) const {
+    Stage stage;
+    if (i < coded_) {
+      stage.position = (coded0_ + i) * kStageTokens;
+      stage.first = sinks_;
+      stage.coded = true;
+      stage.data = args_.pages + table_[stage.position / kPage] * args_.page_stride + page_offset_;
+      return stage;
+    }
+    const bool sink = i < coded_ + sink_;
+    int slot = 0;
+    if (sink) {
+      stage.position = (i - coded_) * kStageTokens;
+      stage.end = sinks_;
+    } else {
+      stage.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
+      slot = 1 + (stage.position - tail_begin_) / kPage;
+    }
+    stage.data = args_.exact + exact_table_[slot] * args_.exact_stride + exact_offset_ +
+                 stage.position % kPage / kTile * tile_bytes_;
+    return stage;
+  }
+
+ private:
+  __device__ StageList(const DecodeArgs& args, int sequence)
+      : args_(args),
+        table_(args.table + sequence * args.table_stride),
+        exact_table_(args.exact_table + sequence * args.exact_table_stride) {}
+  __device__ static int stages(int tokens) { return (tokens + kStageTokens - 1) / kStageTokens; }
+
+  const DecodeArgs& args_;
+  const std::int32_t* table_;
+  const std::int32_t* exact_table_;
+  std::int64_t page_offset_ = 0, exact_offset_ = 0;
+  int tile_bytes_ = 0;
+  int sinks_ = 0, tail_begin_ = 0, coded0_ = 0, tail0_ = 0;
+  int coded_ = 0, sink_ = 0, count_ = 0;  // stages
+};
+
+// Grid: (blocks of vectors, KV heads, sequences * parts).
+template <class C>
+__global__ void __launch_bounds__(C::threads, C::blocks)
+    prefill_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts) {
+  using Engine = std::conditional_t<C::wgmma, WgmmaEngine<C>, MmaEngine<C>>;
+  using Pages = PageTiles<C, Engine>;
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::uint8_t* keys = shared + C::keys_offset;
+  std::uint8_t* values = shared + C::values_offset;
+  std::uint8_t* raw = shared + C::raw_offset;
+
+  // Later rows see more: they start first.
+  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int part = static_cast<int>(blockIdx.z) % parts;
+  Segment segment;
+  segment.sequence = static_cast<int>(blockIdx.z) / parts;
+  segment.kv_head = static_cast<int>(blockIdx.y);
+  segment.vector0 = block * C::vectors;
+
+  // Row r sees positions before length - rows + r + 1.
+  const int before = args.lengths[segment.sequence] - args.rows + 1;
+  const int fewest = before + segment.vector0 / args.group;
+  const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
+  const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
+  const StageList stages = StageList::make<C>(args, layout, segment.sequence, segment.kv_head, begin, max(0, most));
+  const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
+  const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
+
+  PrefillState<C> state;
+  state.reset();
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) state.last[m][e] = before + (segment.vector0 + vector_of<C>(m, e)) / args.group;
+  }
+  Engine::load_queries(args, segment, shared);
+
+  // Weights need a positive factor, which the maximum passes through.
+  const float scale = args.scale * kLog2e;
+  const bool rescale = args.softcap > 0 || !(scale > 0);
+  Stage next;
+  if (from < to) next = stages.get(from);
+  const auto fetch = [&] {
+    if (next.coded) Pages::fetch(raw, next.data, next.position / kStageTokens % 2);
+    ptx::async_commit();
+  };
+  fetch();
+  for (int i = from; i < to; ++i) {
+    const Stage stage = next;
+    ptx::async_wait<0>();
+    __syncthreads();  // the page is here, and nobody reads the tiles any more
+    if (stage.coded) {
+      Pages::unpack(raw, stage.position / kStageTokens % 2, args.boosted, keys, values,
+                    shared + C::rank_offset + warp * C::key.dim);
+    } else {
+      copy_exact_tiles<C, Engine>(stage.data, keys, values);
+    }
+    Engine::publish_tiles();
+    __syncthreads();
+    if (i + 1 < to) {
+      next = stages.get(i + 1);
+      fetch();
+    }
+
+    Scores<C> s;
+    Engine::multiply_keys(shared, s);
+    if (rescale) {
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            s[m][n][k] *= scale;
+            if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
+          }
+        }
+      }
+    }
+    const bool whole = stage.position + kStageTokens <= min(fewest, stage.end) && stage.position >= stage.first &&
+                       (args.window == 0 || stage.position >= most - args.window);
+    if (!whole) hide_tokens<C>(args, stage, state, s);
+    soften<C>(state, s, rescale ? 1.0F : scale);
+    Engine::multiply_values(shared, s, state);
+  }
+
+  float* partial = nullptr;
+  if (parts > 1) {
+    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block;
+    partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
+  }
+  store_vectors<C>(args, segment, state, partial);
+}
+
+}  // namespace kvant::cuda

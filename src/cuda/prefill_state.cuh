@@ -1,0 +1,154 @@
+// Scores, weights and outputs of a warp in prefill: what both engines share.
+#pragma once
+
+#include <climits>
+
+#include "cuda/decode_merge.cuh"
+#include "cuda/prefill_tiles.cuh"
+
+namespace kvant::cuda {
+
+// What a warp carries over the stages. A lane 4g + t has rows g and g + 8 of each row tile.
+template <class C>
+struct PrefillState {
+  float o[C::m_tiles][C::value_tiles * 2][4];  // channels 8n + 2t, + 1 of rows g, g + 8
+  float maximum[C::m_tiles][2];                // in units of log2
+  float sum[C::m_tiles][2];                    // this lane's tokens only
+  int last[C::m_tiles][2];                     // positions at and after it are hidden
+
+  __device__ void reset() {
+#pragma unroll
+    for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        maximum[m][e] = kMinusInfinity;
+        sum[m][e] = 0;
+      }
+#pragma unroll
+      for (int n = 0; n < C::value_tiles * 2; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
+    }
+  }
+};
+
+template <class C>
+using Scores = float[C::m_tiles][kStageTiles * 2][4];  // tokens 8n + 2t, + 1 of rows g, g + 8
+
+// The block's vector that a lane's row e of row tile m is.
+template <class C>
+__device__ __forceinline__ int vector_of(int m, int e) {
+  const int thread = static_cast<int>(threadIdx.x);
+  return (thread / 32 * C::m_tiles + m) * 16 + e * 8 + thread % 32 / 4;
+}
+
+// Weights of 16 tokens as an A fragment of m16n8k16.
+template <class C>
+__device__ __forceinline__ uint4 weight_fragment(const float (&s)[kStageTiles * 2][4], int token_tile) {
+  const float(&a)[4] = s[2 * token_tile];
+  const float(&b)[4] = s[2 * token_tile + 1];
+  return {ptx::narrow2<C::bfloat>(a[0], a[1]), ptx::narrow2<C::bfloat>(a[2], a[3]), ptx::narrow2<C::bfloat>(b[0], b[1]),
+          ptx::narrow2<C::bfloat>(b[2], b[3])};
+}
+
+// 64 tokens, or what is there of them.
+struct Stage {
+  int position = 0;   // of the first token
+  int first = 0;      // positions before it are not of this stage: sinks of a coded page
+  int end = INT_MAX;  // nor are those at and after it: a page of sinks that goes on after them
+  bool coded = false;
+  const std::uint8_t* data = nullptr;  // the head's page, or the first of four exact tiles
+};
+
+// Hides tokens from rows that must not see them.
+template <class C>
+__device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage& stage, const PrefillState<C>& state,
+                                            Scores<C>& s) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int last = min(state.last[m][e], stage.end);
+      const int first = max(stage.first, args.window > 0 ? state.last[m][e] - args.window : 0);
+#pragma unroll
+      for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = stage.position + 8 * n + 2 * t + i;
+          if (at < first || at >= last) s[m][n][2 * e + i] = kMinusInfinity;
+        }
+      }
+    }
+  }
+}
+
+// Scores become weights, relative to the running maximum; what was summed before is scaled to it. factor > 0: of the
+// scores, into units of log2.
+template <class C>
+__device__ __forceinline__ void soften(PrefillState<C>& state, Scores<C>& s, float factor) {
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+    float finite[2], alpha[2];
+    bool raised = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float peak = s[m][0][2 * e];
+#pragma unroll
+      for (int n = 0; n < kStageTiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
+      peak = ptx::xor_max<2>(ptx::xor_max<1>(peak)) * factor;
+      const float next = fmaxf(state.maximum[m][e], peak);
+      finite[e] = next == kMinusInfinity ? 0.0F : next;
+      alpha[e] = ptx::exp2_fast(state.maximum[m][e] - finite[e]);
+      raised = raised || next > state.maximum[m][e];
+      state.maximum[m][e] = next;
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& x = s[m][n][2 * e + i];
+          x = ptx::exp2_fast(fmaf(x, factor, -finite[e]));
+          sum += x;
+        }
+      }
+      state.sum[m][e] = fmaf(state.sum[m][e], alpha[e], sum);
+    }
+    if (!__any_sync(0xFFFFFFFFU, raised)) continue;
+#pragma unroll
+    for (int n = 0; n < C::value_tiles * 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
+    }
+  }
+}
+
+// partial: where this block's results go unfinished, [vector][value_dim + 2]; null: they are final.
+template <class C>
+__device__ void store_vectors(const DecodeArgs& args, const Segment& segment, PrefillState<C>& state, float* partial) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float sum = ptx::xor_sum<2>(ptx::xor_sum<1>(state.sum[m][e]));
+      const int vector = vector_of<C>(m, e);
+      if (partial != nullptr) {
+        float* to = partial + vector * (C::value.dim + 2);
+#pragma unroll
+        for (int n = 0; n < C::value_tiles * 2; ++n) {
+          *reinterpret_cast<float2*>(to + 8 * n + 2 * t) = {state.o[m][n][2 * e], state.o[m][n][2 * e + 1]};
+        }
+        if (t == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {state.maximum[m][e], sum};
+        continue;
+      }
+      const Target target = finish_vector<C>(args, segment, vector, state.maximum[m][e], sum, t == 0);
+      if (target.out == nullptr) continue;
+#pragma unroll
+      for (int n = 0; n < C::value_tiles * 2; ++n) {
+        *reinterpret_cast<std::uint32_t*>(target.out + 8 * n + 2 * t) =
+            ptx::narrow2<C::bfloat>(state.o[m][n][2 * e] * target.factor, state.o[m][n][2 * e + 1] * target.factor);
+      }
+    }
+  }
+}
+
+}  // namespace kvant::cuda

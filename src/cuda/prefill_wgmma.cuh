@@ -1,0 +1,211 @@
+// Prefill on warpgroup matrix instructions (sm_90a): the tensor cores read tiles from shared memory by themselves,
+// which leaves its bandwidth and the registers to the rest.
+//
+// Tiles lie in core matrices of 8 rows by 16 bytes of depth, 128 bytes each, without swizzle: [depth / 8][row / 8].
+// Queries lie the same way, 64 vectors of a warpgroup after the other.
+#pragma once
+
+#include "cuda/prefill_state.cuh"
+
+namespace kvant::cuda {
+
+namespace wgmma {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// depth_stride: bytes from a core matrix to the next in depth; rows follow each other.
+__device__ __forceinline__ std::uint64_t describe(std::uint32_t address, int depth_stride) {
+  return (address & 0x3FFFFU) >> 4 | static_cast<std::uint64_t>(depth_stride >> 4) << 16 |
+         std::uint64_t{128 >> 4} << 32;
+}
+__device__ __forceinline__ void begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void finish() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Keeps uses of x behind finish(): to the compiler an instruction's result is there once it is issued.
+template <int Count>
+__device__ __forceinline__ void settle(float (&x)[Count][4]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i)
+    asm volatile("" : "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])::"memory");
+}
+
+#define KVANT_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define KVANT_D16(n) KVANT_D4(n), KVANT_D4(n + 1), KVANT_D4(n + 2), KVANT_D4(n + 3)
+
+#define KVANT_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define KVANT_R32 KVANT_R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define KVANT_R64                                                    \
+  KVANT_R32                                                          \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+
+// d = A * B, or d += A * B: 64 vectors by 64 tokens by 16 channels, both from shared memory.
+#define KVANT_SCORES(type)                                        \
+  asm volatile(                                                   \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
+      " "                                                         \
+      "{" KVANT_R32 "}, %32, %33, add, 1, 1, 0, 0;\n}"            \
+      : KVANT_D16(0), KVANT_D16(4)                                \
+      : "l"(a), "l"(b), "r"(add))
+template <bool Bfloat>
+__device__ __forceinline__ void multiply_scores(float (&d)[8][4], std::uint64_t a, std::uint64_t b, int add) {
+  if constexpr (Bfloat) {
+    KVANT_SCORES("bf16");
+  } else {
+    KVANT_SCORES("f16");
+  }
+}
+#undef KVANT_SCORES
+
+// d += A * B: 64 vectors by some channels by 16 tokens, A in registers.
+#define KVANT_OUTPUTS(type, columns, registers, a0, a1, a2, a3, description, ...)                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" registers "}, {" a0 "," a1 \
+               "," a2 "," a3 "}, " description ", 1, 1, 1, 0;"                                                      \
+               : __VA_ARGS__                                                                                        \
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
+template <bool Bfloat>
+__device__ __forceinline__ void multiply_outputs(float (&d)[4][4], const uint4& a, std::uint64_t b) {
+  if constexpr (Bfloat) {
+    KVANT_OUTPUTS("bf16", "32", KVANT_R16, "%16", "%17", "%18", "%19", "%20", KVANT_D16(0));
+  } else {
+    KVANT_OUTPUTS("f16", "32", KVANT_R16, "%16", "%17", "%18", "%19", "%20", KVANT_D16(0));
+  }
+}
+template <bool Bfloat>
+__device__ __forceinline__ void multiply_outputs(float (&d)[8][4], const uint4& a, std::uint64_t b) {
+  if constexpr (Bfloat) {
+    KVANT_OUTPUTS("bf16", "64", KVANT_R32, "%32", "%33", "%34", "%35", "%36", KVANT_D16(0), KVANT_D16(4));
+  } else {
+    KVANT_OUTPUTS("f16", "64", KVANT_R32, "%32", "%33", "%34", "%35", "%36", KVANT_D16(0), KVANT_D16(4));
+  }
+}
+template <bool Bfloat>
+__device__ __forceinline__ void multiply_outputs(float (&d)[16][4], const uint4& a, std::uint64_t b) {
+  if constexpr (Bfloat) {
+    KVANT_OUTPUTS("bf16", "128", KVANT_R64, "%64", "%65", "%66", "%67", "%68", KVANT_D16(0), KVANT_D16(4), KVANT_D16(8),
+                  KVANT_D16(12));
+  } else {
+    KVANT_OUTPUTS("f16", "128", KVANT_R64, "%64", "%65", "%66", "%67", "%68", KVANT_D16(0), KVANT_D16(4), KVANT_D16(8),
+                  KVANT_D16(12));
+  }
+}
+#undef KVANT_OUTPUTS
+#undef KVANT_R16
+#undef KVANT_R32
+#undef KVANT_R64
+#undef KVANT_D16
+#undef KVANT_D4
+#endif
+
+}  // namespace wgmma
+
+template <class C>
+struct WgmmaEngine {
+  static __device__ __forceinline__ void store_keys(std::uint8_t* keys, int token_tile, int channel_tile,
+                                                    const uint2& a, const uint2& b) {
+    const Lane lane;
+    std::uint8_t* to =
+        core(keys, kStageTokens, 2 * channel_tile + lane.t / 2, 2 * token_tile) + lane.g * 16 + lane.t % 2 * 8;
+    *reinterpret_cast<uint2*>(to) = a;
+    *reinterpret_cast<uint2*>(to + kCore) = b;
+  }
+  static __device__ __forceinline__ void store_values(std::uint8_t* values, int token_tile, int channel_tile,
+                                                      const uint2& a, const uint2& b) {
+    store_quarters(values, C::value.dim, 2 * token_tile, 2 * channel_tile, {a.x, b.x, a.y, b.y});
+  }
+  static __device__ __forceinline__ void copy_keys(const std::uint8_t* from, std::uint8_t* keys, int token_tile,
+                                                   int channel_tile) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from + threadIdx.x % 32 * 16);
+    store_quarters(keys, kStageTokens, 2 * channel_tile, 2 * token_tile, x);
+  }
+  // The tensor cores read shared memory past the order of ordinary stores.
+  static __device__ __forceinline__ void publish_tiles() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  }
+
+  // Vectors that are not there become zeros.
+  static __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
+    constexpr int cores = C::key.dim / 8;
+    for (int i = static_cast<int>(threadIdx.x); i < C::vectors * cores; i += C::threads) {
+      const int vector = i / cores;
+      const std::uint16_t* row = query_row(args, segment, vector);
+      uint4 x{0, 0, 0, 0};
+      if (row != nullptr) {  // queries are aligned to 8 bytes
+        const auto* from = reinterpret_cast<const uint2*>(row + i % cores * 8);
+        x = {from[0].x, from[0].y, from[1].x, from[1].y};
+      }
+      std::uint8_t* queries = shared + vector / 64 * kQueryBytes;
+      *reinterpret_cast<uint4*>(core(queries, 64, i % cores, vector % 64 / 8) + vector % 8 * 16) = x;
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_keys(std::uint8_t* shared, Scores<C>& s) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const std::uint64_t q = wgmma::describe(ptx::shared_address(shared) + threadIdx.x / 128 * kQueryBytes, kCore * 8);
+    const std::uint64_t keys = wgmma::describe(ptx::shared_address(shared + C::keys_offset), kCore * kStageTokens / 8);
+    wgmma::begin();
+#pragma unroll
+    for (int k = 0; k < C::key_tiles; ++k) {
+      // Addresses count in 16 bytes.
+      wgmma::multiply_scores<C::bfloat>(s[0], q + k * (kCore * 8 * 2 / 16),
+                                        keys + k * (kCore * kStageTokens / 8 * 2 / 16), k > 0);
+    }
+    wgmma::finish();
+    wgmma::settle(s[0]);
+#else
+    __trap();
+#endif
+  }
+
+  static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
+                                                         PrefillState<C>& state) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int depth_stride = kCore * C::value.dim / 8;
+    constexpr int columns = C::value.dim % 128 == 0 ? 128 : C::value.dim % 64 == 0 ? 64 : 32;
+    const std::uint64_t values = wgmma::describe(ptx::shared_address(shared + C::values_offset), depth_stride);
+    uint4 p[kStageTiles];
+#pragma unroll
+    for (int j = 0; j < kStageTiles; ++j) p[j] = weight_fragment<C>(s[0], j);
+    wgmma::begin();
+#pragma unroll
+    for (int j = 0; j < kStageTiles; ++j) {
+#pragma unroll
+      for (int n = 0; n < C::value.dim; n += columns) {
+        auto& part = reinterpret_cast<float(&)[columns / 8][4]>(state.o[0][n / 8]);
+        wgmma::multiply_outputs<C::bfloat>(part, p[j], values + j * (depth_stride * 2 / 16) + n / 8 * (kCore / 16));
+      }
+    }
+    wgmma::finish();
+    wgmma::settle(state.o[0]);
+#else
+    __trap();
+#endif
+  }
+
+ private:
+  static constexpr int kCore = 128;  // bytes of a core matrix
+  static constexpr int kQueryBytes = 64 * C::key.dim * 2;
+
+  static __device__ __forceinline__ std::uint8_t* core(std::uint8_t* tile, int rows, int depth8, int row8) {
+    return tile + (depth8 * (rows / 8) + row8) * kCore;
+  }
+  // Four core matrices from an A fragment of m16n8k16: {rows g, depth 2t; rows g + 8; rows g, depth 2t + 8; rows g +
+  // 8}.
+  static __device__ __forceinline__ void store_quarters(std::uint8_t* tile, int rows, int depth8, int row8,
+                                                        const uint4& x) {
+    const std::uint32_t inside = threadIdx.x % 32 * 4;
+    std::uint8_t* first = core(tile, rows, depth8, row8) + inside;
+    std::uint8_t* second = core(tile, rows, depth8 + 1, row8) + inside;
+    *reinterpret_cast<std::uint32_t*>(first) = x.x;
+    *reinterpret_cast<std::uint32_t*>(first + kCore) = x.y;
+    *reinterpret_cast<std::uint32_t*>(second) = x.z;
+    *reinterpret_cast<std::uint32_t*>(second + kCore) = x.w;
+  }
+};
+
+}  // namespace kvant::cuda

@@ -1,0 +1,242 @@
+// Attention of many query rows per sequence on the GPU against the CPU library on the same pages.
+#include "cuda/prefill.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "cuda/attend.hpp"
+#include "cuda/support.hpp"
+
+namespace kvant::cuda::test {
+namespace {
+
+// Dequantized keys and values, weights and outputs are rounded to the type: 11 bits, or 8.
+double prefill_tolerance(DType type) {
+  return type == DType::bf16 ? 5e-3 : 1e-3;
+}
+
+void expect_prefill(const Shape& shape) {
+  SCOPED_TRACE(text_of(shape));
+  const Twins twins(shape);
+  const Twins::Result cpu = twins.on_cpu();
+  for (const AttendPath path : {AttendPath::reference, AttendPath::prefill}) {
+    const Twins::Result gpu = twins.on_gpu(path);
+    const char* name = path == AttendPath::prefill ? "prefill" : "reference";
+    EXPECT_LE(relative_error(gpu.out, cpu.out), prefill_tolerance(shape.cache.dtype)) << name;
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << name << ", log-sum-exp";
+  }
+}
+
+TEST(GpuPrefill, EveryKernelOfTheBuild) {
+  KVANT_NEEDS_GPU();
+  ASSERT_FALSE(prefill_kernels().empty());
+  for (const PrefillKernel& kernel : prefill_kernels()) {
+    std::string recipe = "kivi:k=" + std::to_string(kernel.key.bits);
+    if (kernel.key.high_steps > 0) recipe = "kitty:sink=4";
+    recipe += ",v=" + std::to_string(kernel.value.bits);
+    Shape shape;
+    shape.recipe = recipe.c_str();
+    shape.cache = {2, kernel.key.dim, kernel.value.dim, kernel.bfloat ? DType::bf16 : DType::f16};
+    shape.group = 3;
+    shape.rows = 70;
+    shape.lengths = {1100, 300};
+    SCOPED_TRACE(text_of(shape) + (kernel.wgmma ? " wgmma" : ""));
+    const Twins twins(shape, 21);
+    const AttendPlan plan(twins.batch, 6, shape.rows, {});
+    const PrefillKernel* chosen = plan.impl().prefill;
+    ASSERT_NE(chosen, nullptr);
+    if (chosen != &kernel) {
+      // Devices with warpgroup instructions run the kernel of the others as well, those cannot run theirs.
+      if (kernel.wgmma) continue;
+      ASSERT_TRUE(chosen->wgmma);
+      auto& impl = const_cast<AttendPlan::Impl&>(plan.impl());
+      impl.prefill = &kernel;
+      impl.split_prefill();
+    }
+    const Twins::Result cpu = twins.on_cpu();
+    const Twins::Result gpu = twins.on_gpu(plan);
+    EXPECT_LE(relative_error(gpu.out, cpu.out), prefill_tolerance(shape.cache.dtype));
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3);
+  }
+}
+
+TEST(GpuPrefill, BoostedChannels) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kitty", "kitty:boost=0.125", "kitty:boost=0.02"}) {
+    Shape shape;
+    shape.recipe = recipe;
+    shape.rows = 40;
+    shape.lengths = {1337};
+    expect_prefill(shape);
+  }
+}
+
+TEST(GpuPrefill, LengthsAroundPageBoundaries) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe :
+       {"kivi:k=2,v=2,window=0", "kitty:sink=32", "kivi:k=4,v=4,sink=128", "kivi:k=2,v=2,sink=100,window=16"}) {
+    for (const int rows : {9, 130}) {
+      Shape shape;
+      shape.recipe = recipe;
+      shape.rows = rows;
+      shape.lengths = {0,   1,   2,   8,   63,  64,  65,  127, 128, 129, 130,
+                       131, 191, 192, 193, 255, 256, 257, 383, 384, 385, 513};
+      expect_prefill(shape);
+    }
+  }
+}
+
+TEST(GpuPrefill, QueryGroups) {
+  KVANT_NEEDS_GPU();
+  for (const int group : {1, 2, 3, 4, 5, 7, 8, 16}) {
+    for (const int rows : {1, 16, 100}) {
+      Shape shape;
+      shape.group = group;
+      shape.rows = rows;
+      shape.lengths = {700, 385};
+      expect_prefill(shape);
+    }
+  }
+}
+
+TEST(GpuPrefill, WindowCapScaleAndSinks) {
+  KVANT_NEEDS_GPU();
+  for (const int window : {0, 1, 100, 128, 300, 5000}) {
+    for (const float cap : {0.0F, 2.0F, 50.0F}) {
+      Shape shape;
+      shape.recipe = "kivi:k=2,v=2,sink=40";
+      shape.rows = 150;
+      shape.options.sliding_window = window;
+      shape.options.softcap = cap;
+      shape.options.scale = window == 100 ? -0.3F : 0.3F;
+      shape.lengths = {1000, 129};
+      expect_prefill(shape);
+    }
+  }
+  Shape shape;
+  shape.rows = 20;
+  shape.lengths = {1000, 5, 0};
+  Twins twins(shape);
+  const std::vector<float> sinks = {0.5F, -1, 3, 100, -50, 0, 1, 2};
+  Guarded memory(sinks.size() * 4);
+  memory.write(sinks.data());
+  twins.shape.options.sinks = static_cast<const float*>(memory.data());
+  const Twins::Result cpu = twins.on_cpu(sinks.data());
+  for (const AttendPath path : {AttendPath::reference, AttendPath::prefill}) {
+    EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
+  }
+}
+
+// One part and many, more parts than a short sequence has stages.
+TEST(GpuPrefill, Parts) {
+  KVANT_NEEDS_GPU();
+  Shape many;
+  many.rows = 16;
+  many.lengths = {9000, 30, 0, 700};
+  const Twins few(many);
+  EXPECT_GT(AttendPlan(few.batch, few.query_heads(), many.rows, {}).impl().prefill_split.parts, 1);
+  expect_prefill(many);
+  Shape one;
+  one.rows = 16;
+  one.lengths.assign(200, 300);
+  const Twins full(one);
+  EXPECT_EQ(AttendPlan(full.batch, full.query_heads(), one.rows, {}).impl().prefill_split.parts, 1);
+  expect_prefill(one);
+}
+
+// A prompt in chunks, each attended to as soon as it is appended, then pages change hands.
+TEST(GpuPrefill, ChunksFollowTheCpu) {
+  KVANT_NEEDS_GPU();
+  Shape shape;
+  shape.recipe = "kitty:window=16,sink=8";
+  shape.rows = 150;
+  shape.lengths = {0, 90};
+  Twins twins(shape, 3, 24);
+  std::mt19937 random(4);
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    const auto keys = random_rows(random, DType::f16, 300, 2, 128, 0.2F);
+    const auto values = random_rows(random, DType::f16, 300, 2, 128, 0.0F);
+    Guarded device_keys(keys.size() * 2);
+    Guarded device_values(values.size() * 2);
+    device_keys.write(keys.data());
+    device_values.write(values.data());
+    for (std::size_t b = 0; b < 2; ++b) {
+      twins.caches[b].append(dense_view(keys.data() + b * 150 * 256, DType::f16, 150, 2, 128),
+                             dense_view(values.data() + b * 150 * 256, DType::f16, 150, 2, 128));
+    }
+    twins.batch.append(device_keys.data(), device_values.data(), 150, nullptr);
+    twins.batch.seal_ready(nullptr);
+    const Twins::Result cpu = twins.on_cpu();
+    const Twins::Result gpu = twins.on_gpu(AttendPath::automatic);
+    EXPECT_LE(relative_error(gpu.out, cpu.out), 1e-3) << "chunk " << chunk;
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "chunk " << chunk;
+  }
+}
+
+// Append and attention in one graph: replays see the sequences grow.
+TEST(GpuPrefill, GraphFollowsGrowth) {
+  KVANT_NEEDS_GPU();
+  Shape shape;
+  shape.rows = 16;
+  shape.lengths = {1040, 17};
+  Twins twins(shape, 5, 4);
+  std::mt19937 random(6);
+  const auto rows = random_rows(random, DType::f16, 32, 2, 128, 0.1F);
+  Guarded device_rows(rows.size() * 2);
+  device_rows.write(rows.data());
+  Guarded q(twins.queries.size() * 2);
+  q.write(twins.queries.data());
+  Guarded out(twins.queries.size() * 2);
+  twins.batch.reserve(80, nullptr);
+  const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, {});
+  ASSERT_EQ(plan.path(), AttendPath::prefill);
+
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  twins.batch.append(device_rows.data(), device_rows.data(), 16, stream);
+  plan.run(q.data(), out.data(), nullptr, stream);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (int replay = 0; replay < 4; ++replay) {
+    if (replay > 0) twins.batch.count_appended(16);  // the capture itself counted once
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    for (std::size_t b = 0; b < 2; ++b) {
+      const ConstView added = dense_view(rows.data() + b * 16 * 256, DType::f16, 16, 2, 128);
+      twins.caches[b].append(added, added);
+    }
+    const std::vector<std::uint8_t> bytes = out.read();
+    std::vector<std::uint16_t> raw(bytes.size() / 2);
+    std::memcpy(raw.data(), bytes.data(), bytes.size());
+    EXPECT_LE(relative_error(widen(raw, DType::f16), twins.on_cpu().out), 1e-3) << "replay " << replay;
+    out.poison();
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+// Kernels of kivi must not take pages of the same widths whose values are rotated.
+TEST(PrefillKernels, NoneForRotatedValues) {
+  const DeviceFormat format = make_device_format(parse_recipe("k=kivi:2,v=waterfill:2"), {2, 128, 128, DType::f16});
+  ASSERT_GT(format.rotation, 1);
+  ASSERT_EQ(format.key.bits, 2);
+  EXPECT_EQ(find_prefill_kernel(format), nullptr);
+}
+
+TEST(PrefillParts, FillTheDeviceAndNoMore) {
+  EXPECT_EQ(choose_parts(528, 512, 264), 1);
+  EXPECT_EQ(choose_parts(264, 512, 264), 1);
+  EXPECT_GT(choose_parts(300, 512, 264), 1);  // the second round would be nearly empty
+  EXPECT_EQ(choose_parts(128, 512, 264), 2);
+  EXPECT_GE(choose_parts(8, 512, 264), 16);
+  EXPECT_EQ(choose_parts(8, 1, 264), 1);
+  EXPECT_EQ(choose_parts(0, 0, 264), 1);
+}
+
+}  // namespace
+}  // namespace kvant::cuda::test
