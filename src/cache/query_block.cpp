@@ -8,6 +8,7 @@
 
 #include "base/half.hpp"
 #include "cache/outliers.hpp"
+#include "tiles/plane.hpp"
 
 namespace kvant::cache {
 namespace {
@@ -56,14 +57,16 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const auto page = static_cast<std::size_t>(score_stride(*plan.store));
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
-  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 4 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
+         7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) +
          Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
-         (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
+         (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) +
+                        Arena::padded<float>(base::round_up(n, std::size_t{4}) * key)
+                  : 0) +
          (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
          Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) +
          Arena::padded<float>(most_lanes(plan)) +
@@ -78,7 +81,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   score_stride_ = score_stride(store_);
   const auto n = static_cast<std::size_t>(capacity_);
   const auto page = static_cast<std::size_t>(score_stride_);
-  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
   queries_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
   scores_ = arena.take<float>(n * page);
   exact_ = arena.take<float>(n * page);
@@ -87,8 +90,11 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &max_, &step_, &mid_}) *line = arena.take<float>(deep);
-  levels_ = arena.take<int>(deep);
+  for (float** line : {&min_, &max_, &step_}) *line = arena.take<float>(deep);
+  for (Levels& levels : levels_) {
+    levels.most = arena.take<float>(deep);
+    levels.half = arena.take<float>(deep);
+  }
   wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
@@ -99,6 +105,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
+    query_lanes_ = arena.take<float>(base::round_up(n, std::size_t{4}) * static_cast<std::size_t>(query_stride_));
   }
   if (store_.layout.value.rotation > 1) {
     rotated_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
@@ -120,9 +127,13 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
     const std::int64_t row = first_row + n / plan_.group;
     const int query_head = head * plan_.group + n % plan_.group;
     float* out = queries_ + n * query_stride_;
+    const std::int64_t at = row * view.stride[0] + query_head * view.stride[1];
     for (int d = 0; d < store_.shape.key_dim; ++d) {
-      out[d] = plan_.scale * base::load_float(view.data, view.type,
-                                              row * view.stride[0] + query_head * view.stride[1] + d * view.stride[2]);
+      out[d] = plan_.scale * base::load_float(view.data, view.type, at + d * view.stride[2]);
+    }
+    if (query_lanes_ != nullptr) {
+      float* lanes = query_lanes_ + n / 4 * 4 * query_stride_ + n % 4;
+      for (int d = 0; d < store_.shape.key_dim; ++d) lanes[4 * d] = out[d];
     }
     slope_[n] = plan_.slopes[static_cast<std::size_t>(query_head)];
   }
@@ -154,27 +165,41 @@ void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, 
   kernels_.multiply_rows(product);
 }
 
-const float* QueryBlock::gather(const TileView& view, const float* v, std::int64_t v_stride) {
+const float* QueryBlock::gather(const TileView& view) {
   view.order(order_);
-  for (int n = 0; n < vectors_; ++n) {
-    const float* from = v + n * v_stride;
-    float* to = gathered_ + n * query_stride_;
-    for (int i = 0; i < view.tile->depth; ++i) to[i] = from[order_[i]];
+  for (int n = 0; n < vectors_; n += 4) {
+    kernels_.gather_lanes(query_lanes_ + n * query_stride_, order_, view.tile->depth, std::min(4, vectors_ - n),
+                          gathered_ + n * query_stride_, query_stride_);
   }
   return gathered_;
 }
 
+const QueryBlock::Levels& QueryBlock::levels_of(const TileView& view) {
+  const PageLayout& layout = store_.layout;
+  Levels& levels = levels_[view.tile == &layout.value ? 2 : (view.tile == &layout.key_rest ? 1 : 0)];
+  if (levels.tile == view.tile && view.tile->budget == 0) return levels;
+  const int depth = view.tile->depth;
+  view.levels(levels.most);
+  for (int i = 0; i < depth; ++i) levels.half[i] = 0.5F * levels.most[i];
+  std::fill(levels.half + depth, levels.half + base::round_up(depth, tiles::kDepthPad), 0.0F);
+  levels.tile = view.tile;
+  return levels;
+}
+
 void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_stride) {
   const TileLayout& tile = *view.tile;
-  if (!view.in_order()) {
-    v = gather(view, v, v_stride);
+  if (!view.in_order()) {  // only key tiles have an order
+    v = gather(view);
     v_stride = query_stride_;
   }
-  view.levels(levels_);
-  load_grid(view, store_.shape.dtype, levels_, min_, step_);
-  const int padded = base::round_up(tile.depth, tiles::kDepthPad);
-  for (int i = 0; i < tile.depth; ++i) mid_[i] = 0.5F * static_cast<float>(levels_[i]);
-  std::fill(mid_ + tile.depth, mid_ + padded, 0.0F);
+  const Levels& levels = levels_of(view);
+  if (tile.shared_grid && view.tokens != nullptr) {
+    load_endpoints(view, store_.shape.dtype, min_, step_);
+    for (int i = 0; i < tile.depth; ++i) step_[i] = (step_[i] - min_[i]) / levels.most[i];
+  } else {
+    kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype, levels.most,
+                       tile.depth, min_, step_);
+  }
   tiles::PackArgs pack;
   pack.v = v;
   pack.v_stride = v_stride;
@@ -183,7 +208,7 @@ void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_
   pack.depth = tile.depth;
   pack.vectors = vectors_;
   pack.wide = store_.recipe.x_bits == 16;
-  pack.mid = mid_;
+  pack.mid = levels.half;
   pack.x = packed_;
   pack.scale = x_scale_;
   pack.bias = bias_;

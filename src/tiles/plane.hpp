@@ -23,7 +23,7 @@ namespace kvant::tiles {
 constexpr int kLanes = 16;       // rows of a row tile
 constexpr int kQuad = 4;         // depth indices of a lane
 constexpr int kGroupBytes = 64;  // 16 lanes x 4 bytes
-constexpr int kDepthPad = 32;    // x is padded with zeros to this many depth indices: Q <= 8 quads
+constexpr int kDepthPad = 64;    // x is padded with zeros to this many depth indices: Q <= 8 quads, steps of AMX
 
 // Row tiles of the next block when `left` row tiles remain.
 constexpr int block_tiles(int bits, int left) {
