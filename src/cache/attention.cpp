@@ -160,9 +160,7 @@ class Attention {
     cache::QueryBlock block(plan_, arena);
     const std::int64_t first_row = block_number * plan_.block_rows;
     block.start(head, first_row, static_cast<int>(std::min<std::int64_t>(plan_.block_rows, plan_.rows - first_row)));
-    for (std::int64_t page = split_.pages * run / split_.runs; page < split_.pages * (run + 1) / split_.runs; ++page) {
-      block.add_page(page);
-    }
+    block.add_pages(split_.pages * run / split_.runs, split_.pages * (run + 1) / split_.runs);
     block.finish();
     for (int n = 0; n < block.vectors(); ++n) {
       const std::int64_t row = first_row + n / plan_.group;

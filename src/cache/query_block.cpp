@@ -14,10 +14,18 @@ namespace kvant::cache {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
+constexpr int kBatchPages = 4;     // pages with one softmax
+constexpr int kBatchVectors = 16;  // for at most as many vectors
+constexpr int kWidenFrom = 8;      // vectors from which an open tile is converted to float once instead of per use
 
-int score_stride(const PageStore::Impl& store) {
-  return store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
+// Few vectors leave the CPU waiting for the results of every step; the scores of many would leave the cache.
+int batch_pages(const AttentionPlan& plan) {
+  return plan.block_rows * plan.group <= kBatchVectors ? kBatchPages : 1;
+}
+
+int score_stride(const AttentionPlan& plan) {
+  const PageStore::Impl& store = *plan.store;
+  return batch_pages(plan) * store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
 }
 
 // Where each exact cell is among the scores of its page.
@@ -54,7 +62,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
   const CacheShape& shape = plan.store->shape;
   const auto n = static_cast<std::size_t>(plan.block_rows) * static_cast<std::size_t>(plan.group);
-  const auto page = static_cast<std::size_t>(score_stride(*plan.store));
+  const auto page = static_cast<std::size_t>(score_stride(plan));
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
@@ -62,7 +70,8 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
          7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) +
-         Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
+         Arena::padded<float>(std::max(key, value) * static_cast<std::size_t>(plan.store->tokens())) +
+         Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) +
                         Arena::padded<float>(base::round_up(n, std::size_t{4}) * key)
@@ -78,7 +87,8 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   const CacheShape& shape = store_.shape;
   query_stride_ = base::round_up(shape.key_dim, 16);
   output_stride_ = base::round_up(shape.value_dim, 16);
-  score_stride_ = score_stride(store_);
+  batch_ = batch_pages(plan);
+  score_stride_ = score_stride(plan);
   const auto n = static_cast<std::size_t>(capacity_);
   const auto page = static_cast<std::size_t>(score_stride_);
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
@@ -95,7 +105,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
     levels.most = arena.take<float>(deep);
     levels.half = arena.take<float>(deep);
   }
-  wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
+  wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_) * store_.tokens()));
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
   residuals_ = arena.take<float>(most_outliers(plan));
@@ -357,25 +367,25 @@ void QueryBlock::finish() {
   }
 }
 
-// Where the next page keeps this head's keys and values, so that products ask for it bit by bit. Grids are small.
-void QueryBlock::look_ahead(std::int64_t number) {
-  ahead_key_ = ahead_value_ = {};
-  if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
+// Where a page keeps this head's keys or values, so that products ask for it bit by bit. Grids are small.
+tiles::Ahead QueryBlock::ahead_of(std::int64_t number, Side side) const {
+  if (number >= static_cast<std::int64_t>(store_.pages.size())) return {};
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  const bool keys = side == Side::key;
   if (page.sealed) {
     const PageLayout& layout = store_.layout;
     const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * layout.head_bytes;
     const std::size_t value = layout.value.planes.front().offset;
-    ahead_key_ = {block, value};
-    ahead_value_ = {block + value, layout.head_bytes - value};
+    if (keys) return {block, value};
     const std::size_t heads_bytes = static_cast<std::size_t>(store_.shape.kv_heads) * layout.head_bytes;
     for (std::size_t i = heads_bytes; i < layout.page_bytes; i += base::kAlignment) {
       __builtin_prefetch(page.sealed->block.get() + i, 0, 2);
     }
-  } else if (page.open) {
-    ahead_key_ = {page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head};
-    ahead_value_ = {page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
+    return {block + value, layout.head_bytes - value};
   }
+  if (!page.open) return {};
+  return keys ? tiles::Ahead{page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head}
+              : tiles::Ahead{page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
 }
 
 int QueryBlock::read_cells(const Page& page) const {
@@ -394,11 +404,51 @@ void QueryBlock::add_page(std::int64_t number) {
   if (page.sealed && store_.layout.salient > 0) {
     order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
   }
-  look_ahead(number + 1);
+  ahead_key_ = ahead_of(number + 1, Side::key);
+  ahead_value_ = ahead_of(number + 1, Side::value);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
   mix_page(page, cells);
+}
+
+bool QueryBlock::is_whole(std::int64_t number) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  return page.sealed && page.sealed->exact.cells.empty() && load_mask(number, store_.tokens()) &&
+         std::all_of(mask_rows_, mask_rows_ + vectors_, [](const float* row) { return row == nullptr; });
+}
+
+void QueryBlock::add_pages(std::int64_t first, std::int64_t last) {
+  while (first < last) {
+    int count = 0;
+    while (batch_ > 1 && count < batch_ && first + count < last && is_whole(first + count)) ++count;
+    if (count > 1) {
+      add_batch(first, count);
+      first += count;
+    } else {
+      add_page(first++);
+    }
+  }
+}
+
+void QueryBlock::add_batch(std::int64_t first, int count) {
+  const int tokens = store_.tokens();
+  float* const scores = scores_;
+  const auto page = [&](int i) -> const Page& { return store_.pages[static_cast<std::size_t>(first + i)]; };
+  // Every product asks for what the one after it reads.
+  for (int i = 0; i < count; ++i, scores_ += tokens) {
+    ahead_key_ = i + 1 < count ? ahead_of(first + i + 1, Side::key) : ahead_of(first, Side::value);
+    score_page(page(i), tokens);
+  }
+  scores_ = scores;
+  kernels_.softmax({scores_, score_stride_, vectors_, count * tokens, nullptr, slope_, plan_.options->softcap, maximum_,
+                    sum_, alpha_});
+  for (int i = 0; i < count; ++i, scores_ += tokens) {
+    ahead_value_ = i + 1 < count ? ahead_of(first + i + 1, Side::value) : ahead_of(first + count, Side::key);
+    mix_page(page(i), tokens);
+    std::fill_n(alpha_, vectors_, 1.0F);  // applied
+  }
+  scores_ = scores;
 }
 
 void QueryBlock::add_scores(std::int64_t number, const std::int64_t* clocks) {

@@ -35,8 +35,8 @@ class QueryBlock {
 
   // Loads the queries of rows [first_row, first_row + rows) of one KV head and empties the running state.
   void start(int head, std::int64_t first_row, int rows);
-  // Attends to the cells of one page.
-  void add_page(std::int64_t page);
+  // Attends to the cells of pages [first, last).
+  void add_pages(std::int64_t first, std::int64_t last);
   // Brings the output together; after the last page.
   void finish();
 
@@ -62,7 +62,12 @@ class QueryBlock {
   };
   static constexpr int kKinds = 3;  // of tiles: key, key_rest, value
 
-  void look_ahead(std::int64_t page);
+  void add_page(std::int64_t page);
+  // Whether all of a sealed page is visible to all vectors and quantized.
+  bool is_whole(std::int64_t page);
+  // Several whole pages with one softmax: what one page's product leaves idle while its results come in, the next uses.
+  void add_batch(std::int64_t first, int count);
+  tiles::Ahead ahead_of(std::int64_t page, Side side) const;
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
@@ -114,9 +119,10 @@ class QueryBlock {
 
   std::int64_t query_stride_ = 0;
   std::int64_t output_stride_ = 0;
-  std::int64_t score_stride_ = 0;  // a page; with two key tiles 16 more, the padding of the second one's rows
+  int batch_ = 1;                  // pages with one softmax
+  std::int64_t score_stride_ = 0;  // of a batch; with two key tiles 16 more, the padding of the second one's rows
   float* queries_ = nullptr;       // [vectors][key_dim], scaled
-  float* scores_ = nullptr;        // [vectors][page], of a sealed page by place, of an open one by cell
+  float* scores_ = nullptr;        // [vectors][batch][page], of a sealed page by place, of an open one by cell
   Mixed plain_;
   Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
   float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
@@ -141,7 +147,7 @@ class QueryBlock {
   float* gathered_ = nullptr;     // [vectors][key_dim] in the order of a key tile
   float* wide_ = nullptr;         // an open tile as float, for blocks of many vectors
   float* mask_ = nullptr;         // [vectors][page]
-  tiles::Ahead ahead_key_;        // of the next page
+  tiles::Ahead ahead_key_;        // what a page's key product asks for
   tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;

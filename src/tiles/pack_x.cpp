@@ -72,6 +72,11 @@ struct QuadWords {
     hn::StoreU(MakeQuads(di, first, second, wide), di, words + i / 2);
 #endif
   }
+  template <class D, class V>
+  HWY_INLINE void store(D di, const V (&x)[4], int i) const {
+    store(di, x[0], x[1], i);
+    store(di, x[2], x[3], i + 2 * static_cast<int>(hn::Lanes(di)));
+  }
 };
 
 // Rows of a matrix tile (matrix.hpp): [step of 64 depth indices][vector][high, low][16 words], no low words if narrow.
@@ -88,7 +93,16 @@ struct TileRows {
     const hn::Half<D> half;
     std::int32_t* to = words + i / kMatrixDepth * step + i % kMatrixDepth / kQuad;
     hn::StoreU(hn::LowerHalf(half, hn::ConcatEven(di, quads, quads)), half, to);
-    if (wide) hn::StoreU(hn::LowerHalf(half, hn::ConcatOdd(di, quads, quads)), half, to + 16);
+    if (wide) hn::StoreU(hn::LowerHalf(half, hn::ConcatOdd(di, quads, quads)), half, to + kLanes);
+  }
+  // Twice as many: whole rows with AVX-512, which a tile load does not have to wait for as long as for halves.
+  template <class D, class V>
+  HWY_INLINE void store(D di, const V (&x)[4], int i) const {
+    const V low = MakeQuads(di, x[0], x[1], wide);
+    const V high = MakeQuads(di, x[2], x[3], wide);
+    std::int32_t* to = words + i / kMatrixDepth * step + i % kMatrixDepth / kQuad;
+    hn::StoreU(hn::ConcatEven(di, high, low), di, to);
+    if (wide) hn::StoreU(hn::ConcatOdd(di, high, low), di, to + kLanes);
   }
 };
 
@@ -140,6 +154,11 @@ float RoundVector(const PackArgs& a, const float* v, int padded, float scale, Wo
     return hn::BitCast(di, rounded);
   };
   int i = 0;
+  for (; i + 4 * lanes <= a.depth; i += 4 * lanes) {
+    const auto at = [&](int j) HWY_ATTR { return round(v + j, step + j, min + j, j); };
+    const hn::VFromD<decltype(di)> x[4] = {at(i), at(i + lanes), at(i + 2 * lanes), at(i + 3 * lanes)};
+    words.store(di, x, i);
+  }
   for (; i + 2 * lanes <= a.depth; i += 2 * lanes) {
     const auto first = round(v + i, step + i, min + i, i);
     const auto second = round(v + i + lanes, step + i + lanes, min + i + lanes, i + lanes);

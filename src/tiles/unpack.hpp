@@ -120,7 +120,9 @@ struct Segments {
 
   Segments(const Cover& cover, std::uint64_t direct) {
     const CodeProduct& a = cover.a;
-    int cuts[2 * kMaxPlanes + 2] = {0, quads(a.x_depth)};
+    int cuts[2 * kMaxPlanes + 2];
+    cuts[0] = 0;
+    cuts[1] = quads(a.x_depth);
     int cut_count = 2;
     for (int i = 0; i < a.count; ++i) {
       if ((direct >> i & 1) != 0) continue;
@@ -252,6 +254,8 @@ inline void JoinSegment(const CodeProduct& a, const Segment& segment, int tile, 
     const PlaneBlock second(a, plane(1), tile);
     if (is(0, 2, 1) && is(1, 1, 0)) return JoinQuads<2, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
     if (is(0, 1, 0) && is(1, 2, 1)) return JoinQuads<2, 1, 1, 0>(second, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 0) && is(1, 1, 2)) return JoinQuads<2, 0, 1, 2>(first, second, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 0) && is(1, 2, 2)) return JoinQuads<2, 0, 2, 2>(first, second, begin, end, codes, ahead, kTiles);
     if (is(0, 4, 1) && is(1, 1, 0)) return JoinQuads<4, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
     if (is(0, 4, 1) && is(1, 2, 5)) return JoinQuads<4, 1, 2, 5>(first, second, begin, end, codes, ahead, kTiles);
   }
