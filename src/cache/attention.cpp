@@ -202,8 +202,14 @@ class Attention {
     }
     const float factor = sum > 0 || std::isnan(sum) ? rescale / sum : 0.0F;
     const std::int64_t at = row * out_.stride[0] + query_head * out_.stride[1];
-    for (int d = 0; d < value_dim_; ++d) {
-      base::store_float(out_.data, out_.type, at + d * out_.stride[2], factor == 0 ? 0.0F : output[d] * factor);
+    const auto result = [&](int d) { return factor == 0 ? 0.0F : output[d] * factor; };
+    if (out_.type == DType::f32 && out_.stride[2] == 1) {
+      float* to = static_cast<float*>(out_.data) + at;
+      for (int d = 0; d < value_dim_; ++d) to[d] = result(d);
+    } else {
+      for (int d = 0; d < value_dim_; ++d) {
+        base::store_float(out_.data, out_.type, at + d * out_.stride[2], result(d));
+      }
     }
     if (lse_ != nullptr) {
       lse_[row * plan_.query_heads() + query_head] =

@@ -16,7 +16,6 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kBatchPages = 4;     // pages with one softmax
 constexpr int kBatchVectors = 16;  // for at most as many vectors
-constexpr int kWidenFrom = 8;      // vectors from which an open tile is converted to float once instead of per use
 
 // Few vectors leave the CPU waiting for the results of every step; the scores of many would leave the cache.
 int batch_pages(const AttentionPlan& plan) {
@@ -69,9 +68,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) +
-         Arena::padded<float>(std::max(key, value) * static_cast<std::size_t>(plan.store->tokens())) +
-         Arena::padded<const float*>(n) +
+         7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) +
                         Arena::padded<float>(base::round_up(n, std::size_t{4}) * key)
@@ -105,7 +102,6 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
     levels.most = arena.take<float>(deep);
     levels.half = arena.take<float>(deep);
   }
-  wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_) * store_.tokens()));
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
   residuals_ = arena.take<float>(most_outliers(plan));
@@ -138,9 +134,15 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
     const int query_head = head * plan_.group + n % plan_.group;
     float* out = queries_ + n * query_stride_;
     const std::int64_t at = row * view.stride[0] + query_head * view.stride[1];
-    for (int d = 0; d < store_.shape.key_dim; ++d) {
-      out[d] = plan_.scale * base::load_float(view.data, view.type, at + d * view.stride[2]);
+    if (view.stride[2] == 1) {
+      kernels_.widen(static_cast<const std::byte*>(view.data) + at * static_cast<std::int64_t>(size_of(view.type)),
+                     view.type, out, store_.shape.key_dim);
+    } else {
+      for (int d = 0; d < store_.shape.key_dim; ++d) {
+        out[d] = base::load_float(view.data, view.type, at + d * view.stride[2]);
+      }
     }
+    for (int d = 0; d < store_.shape.key_dim; ++d) out[d] *= plan_.scale;
     if (query_lanes_ != nullptr) {
       float* lanes = query_lanes_ + n / 4 * 4 * query_stride_ + n % 4;
       for (int d = 0; d < store_.shape.key_dim; ++d) lanes[4 * d] = out[d];
@@ -160,19 +162,8 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
 
 void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
                                std::int64_t v_stride, float* out, std::int64_t out_stride, tiles::Ahead ahead) {
-  tiles::RowProduct product{tile,     store_.shape.dtype, stride, rows,       depth, v,
-                            v_stride, vectors_,           out,    out_stride, ahead};
-  if (vectors_ >= kWidenFrom && store_.shape.dtype != DType::f32) {
-    const int padded = base::round_up(rows, tiles::kLanes);
-    for (int d = 0; d < depth; ++d) {
-      kernels_.widen(static_cast<const std::byte*>(tile) + static_cast<std::size_t>(d * stride) * store_.rows.element,
-                     store_.shape.dtype, wide_ + static_cast<std::ptrdiff_t>(d) * padded, padded);
-    }
-    product.tile = wide_;
-    product.type = DType::f32;
-    product.tile_stride = padded;
-  }
-  kernels_.multiply_rows(product);
+  kernels_.multiply_rows(
+      {tile, store_.shape.dtype, stride, rows, depth, v, v_stride, vectors_, out, out_stride, ahead});
 }
 
 const float* QueryBlock::gather(const TileView& view) {

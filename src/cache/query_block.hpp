@@ -145,7 +145,6 @@ class QueryBlock {
   float* factors_ = nullptr;
   float* query_lanes_ = nullptr;  // queries_ as [vectors / 4][key_dim][4]; only for tiles with an order
   float* gathered_ = nullptr;     // [vectors][key_dim] in the order of a key tile
-  float* wide_ = nullptr;         // an open tile as float, for blocks of many vectors
   float* mask_ = nullptr;         // [vectors][page]
   tiles::Ahead ahead_key_;        // what a page's key product asks for
   tiles::Ahead ahead_value_;

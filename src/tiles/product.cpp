@@ -37,14 +37,15 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// One piece of depth whose codes lie in one place. Row tile t of the block starts at base + t / tiles * block_bytes;
-// its codes are (byte >> count + t % tiles * bits) & mask, or the whole byte if mask is 0.
+// One piece of depth whose codes lie in one place. 2^tile_shift row tiles share a byte: row tile t of the block starts
+// at base + (t >> tile_shift) * block_bytes, and its codes are (byte >> count + (t mod 2^tile_shift) * bits) & mask, or
+// the whole byte if mask is 0.
 struct Chunk {
   const std::uint8_t* base;
   int quad_bytes;   // from one quad of this chunk to the next
   int x_words;      // the same in x
   int block_bytes;  // from one group of row tiles to the next
-  int tiles;        // row tiles that share a byte
+  int tile_shift;   // log2 of the row tiles that share a byte
   int bits;
   int count;
   std::int32_t mask;
@@ -103,10 +104,11 @@ KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Tota
   Sum high[] = {(static_cast<void>(A), Sum{})...};
   Sum low[] = {(static_cast<void>(A), Sum{})...};
   const std::uint8_t* quad = c.base + 4 * a.lane;
-  const std::int64_t offsets[] = {std::int64_t{(a.tile + T) / c.tiles} * c.block_bytes...};
+  const int shared = (1 << c.tile_shift) - 1;
+  const std::int64_t offsets[] = {std::int64_t{(a.tile + T) >> c.tile_shift} * c.block_bytes...};
   const std::int64_t quad_bytes = c.quad_bytes;
   const std::int64_t vector_words = a.vector_words;
-  const Codes counts[] = {Spread(c.count + (a.tile + T) % c.tiles * c.bits)...};
+  const Codes counts[] = {Spread(c.count + ((a.tile + T) & shared) * c.bits)...};
   const Codes mask = Spread(c.mask);
   const std::int32_t* x = a.x + 2 * c.quad;
   const std::int64_t x_words = c.x_words;
@@ -217,24 +219,25 @@ struct Program {
   void add_plane(const CodePlane& plane, int begin, int end, int tile, int tiles) {
     const int first = plane.first / kQuad;
     const int block = block_tiles(plane.bits, tiles);
-    const int per_group = quads_per_group(plane.bits, block);
+    const int shift = group_shift(plane.bits, block);
+    const int per_group = 1 << shift;
     const auto* base =
         reinterpret_cast<const std::uint8_t*>(plane.plane) + block_offset(plane.bits, a.rows, plane.depth, tile);
     begin = std::max(begin, first);
     end = std::min(end, first + quads(plane.depth));
     for (int quad = begin; quad < std::min(end, begin + per_group); ++quad) {
-      const int group = (quad - first) / per_group;
-      const int position = (quad - first) % per_group * block;
+      const int group = (quad - first) >> shift;
+      const int position = ((quad - first) & (per_group - 1)) * block;
       chunks[count++] = {base + std::ptrdiff_t{group} * kGroupBytes,
                          kGroupBytes,
                          2 * per_group,
                          groups(plane.bits, block, plane.depth) * kGroupBytes,
-                         block,
+                         block >> 1,
                          plane.bits,
                          position * plane.bits,
                          ((1 << plane.bits) - 1) * 0x01010101,
                          quad,
-                         (end - quad + per_group - 1) / per_group,
+                         (end - quad + per_group - 1) >> shift,
                          plane.shift,
                          std::ptrdiff_t{groups(plane.bits, block, plane.depth)} * kGroupBytes * (4 / block)};
     }
@@ -244,7 +247,7 @@ struct Program {
   void add_bytes(const std::uint8_t* codes, int begin, int end, int tiles) {
     const int quad_bytes = tiles * kGroupBytes;
     chunks[count++] = {
-        codes + std::ptrdiff_t{begin} * quad_bytes, quad_bytes, 2, kGroupBytes, 1, 0, 0, 0, begin, end - begin, 0, 0};
+        codes + std::ptrdiff_t{begin} * quad_bytes, quad_bytes, 2, kGroupBytes, 0, 0, 0, 0, begin, end - begin, 0, 0};
   }
 
   // From a row block of 4 row tiles to the next one.

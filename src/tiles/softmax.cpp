@@ -24,13 +24,37 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// The maximum of one row of scores, NaN if a score is NaN. Two registers at a time: a maximum waits for the one before.
+float Peak(const float* s, int cells) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto first = hn::Set(d, kMinusInfinity);
+  auto second = first;
+  auto bad = hn::IsNaN(first);
+  int i = 0;
+  for (; i + 2 * lanes <= cells; i += 2 * lanes) {
+    const auto a = hn::LoadU(d, s + i);
+    const auto b = hn::LoadU(d, s + i + lanes);
+    first = hn::Max(first, a);
+    second = hn::Max(second, b);
+    bad = hn::Or(bad, hn::Or(hn::IsNaN(a), hn::IsNaN(b)));
+  }
+  for (; i < cells; i += lanes) {
+    const auto a = hn::LoadU(d, s + i);
+    first = hn::Max(first, a);
+    bad = hn::Or(bad, hn::IsNaN(a));
+  }
+  if (!hn::AllFalse(d, bad)) return std::numeric_limits<float>::quiet_NaN();
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(first, second)));
+}
+
 // Applies soft cap and mask to one row of scores in place and returns its maximum, NaN if a visible score is NaN.
 float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
+  if (a.softcap <= 0 && mask == nullptr) return Peak(s, a.cells);
   const hn::CappedTag<float, 16> d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   auto peak = hn::Set(d, kMinusInfinity);
   auto bad = hn::IsNaN(peak);
-  const bool changes = a.softcap > 0 || mask != nullptr;
   for (int i = 0; i < a.cells; i += lanes) {
     auto score = hn::LoadU(d, s + i);
     if (a.softcap > 0) {
@@ -45,7 +69,7 @@ float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
       const auto hidden = hn::Eq(addend, hn::Set(d, kMinusInfinity));
       score = hn::IfThenElse(hidden, addend, hn::MulAdd(hn::Set(d, slope), addend, score));
     }
-    if (changes) hn::StoreU(score, d, s + i);
+    hn::StoreU(score, d, s + i);
     peak = hn::Max(peak, score);
     bad = hn::Or(bad, hn::IsNaN(score));
   }
@@ -76,13 +100,20 @@ float Exponentiate(float* s, int cells, float peak) {
   const int lanes = static_cast<int>(hn::Lanes(d));
   const auto log2e = hn::Set(d, 1.44269504F);
   const auto highest = hn::Set(d, peak);
-  auto sum = hn::Zero(d);
-  for (int i = 0; i < cells; i += lanes) {
+  const auto weigh = [&](int i) HWY_ATTR {
     const auto weight = PowerOfTwo(d, hn::Mul(hn::Sub(hn::LoadU(d, s + i), highest), log2e));
     hn::StoreU(weight, d, s + i);
-    sum = hn::Add(sum, weight);
+    return weight;
+  };
+  auto first = hn::Zero(d);
+  auto second = hn::Zero(d);
+  int i = 0;
+  for (; i + 2 * lanes <= cells; i += 2 * lanes) {
+    first = hn::Add(first, weigh(i));
+    second = hn::Add(second, weigh(i + lanes));
   }
-  return hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; i < cells; i += lanes) first = hn::Add(first, weigh(i));
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(first, second)));
 }
 
 void Softmax(const SoftmaxArgs& a) {
