@@ -16,8 +16,9 @@ namespace kvant::tiles::HWY_NAMESPACE {
 
 #undef KVANT_DOT_ATTR
 #if KVANT_VNNI
-// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler.
-#define KVANT_DOT_ATTR __attribute__((target("avx512vnni")))
+// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler. For Clang a function's own
+// attribute replaces that of the region, so it names all.
+#define KVANT_DOT_ATTR __attribute__((target(HWY_TARGET_STR ",avx512vnni")))
 using Sum = int __attribute__((vector_size(64)));  // not __m512i: GCC keeps arrays of may_alias types in memory
 using Total = Sum;
 using Codes = __m512i;
