@@ -160,9 +160,7 @@ class Attention {
     cache::QueryBlock block(plan_, arena);
     const std::int64_t first_row = block_number * plan_.block_rows;
     block.start(head, first_row, static_cast<int>(std::min<std::int64_t>(plan_.block_rows, plan_.rows - first_row)));
-    for (std::int64_t page = split_.pages * run / split_.runs; page < split_.pages * (run + 1) / split_.runs; ++page) {
-      block.add_page(page);
-    }
+    block.add_pages(split_.pages * run / split_.runs, split_.pages * (run + 1) / split_.runs);
     block.finish();
     for (int n = 0; n < block.vectors(); ++n) {
       const std::int64_t row = first_row + n / plan_.group;
@@ -204,8 +202,14 @@ class Attention {
     }
     const float factor = sum > 0 || std::isnan(sum) ? rescale / sum : 0.0F;
     const std::int64_t at = row * out_.stride[0] + query_head * out_.stride[1];
-    for (int d = 0; d < value_dim_; ++d) {
-      base::store_float(out_.data, out_.type, at + d * out_.stride[2], factor == 0 ? 0.0F : output[d] * factor);
+    const auto result = [&](int d) { return factor == 0 ? 0.0F : output[d] * factor; };
+    if (out_.type == DType::f32 && out_.stride[2] == 1) {
+      float* to = static_cast<float*>(out_.data) + at;
+      for (int d = 0; d < value_dim_; ++d) to[d] = result(d);
+    } else {
+      for (int d = 0; d < value_dim_; ++d) {
+        base::store_float(out_.data, out_.type, at + d * out_.stride[2], result(d));
+      }
     }
     if (lse_ != nullptr) {
       lse_[row * plan_.query_heads() + query_head] =

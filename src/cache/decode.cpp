@@ -64,11 +64,6 @@ void load_endpoints(const TileView& view, DType dtype, float* min, float* max) {
   }
 }
 
-void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step) {
-  load_endpoints(view, dtype, min, step);
-  for (int i = 0; i < view.tile->depth; ++i) step[i] = tiles::grid_step(min[i], step[i], levels[i]);
-}
-
 namespace {
 
 // One tile as float [depth][stride] by channel or by place, stride = rows padded to 16.

@@ -70,8 +70,7 @@ void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout
 void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
 void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
 
-// Minimum and maximum, or step, per stored depth index, as float; `levels` as TileView gives them.
+// Minimum and maximum per stored depth index, as float.
 void load_endpoints(const TileView& view, DType dtype, float* min, float* max);
-void load_grid(const TileView& view, DType dtype, const int* levels, float* min, float* step);
 
 }  // namespace kvant::cache

@@ -8,15 +8,23 @@
 
 #include "base/half.hpp"
 #include "cache/outliers.hpp"
+#include "tiles/plane.hpp"
 
 namespace kvant::cache {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int kWidenFrom = 8;  // vectors from which an open tile is converted to float once instead of per use
+constexpr int kBatchPages = 4;     // pages with one softmax
+constexpr int kBatchVectors = 16;  // for at most as many vectors
 
-int score_stride(const PageStore::Impl& store) {
-  return store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
+// Few vectors leave the CPU waiting for the results of every step; the scores of many would leave the cache.
+int batch_pages(const AttentionPlan& plan) {
+  return plan.block_rows * plan.group <= kBatchVectors ? kBatchPages : 1;
+}
+
+int score_stride(const AttentionPlan& plan) {
+  const PageStore::Impl& store = *plan.store;
+  return batch_pages(plan) * store.tokens() + (store.layout.key_rest.rows > 0 ? tiles::kLanes : 0);
 }
 
 // Where each exact cell is among the scores of its page.
@@ -53,17 +61,18 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   using Arena = Workspace::Arena;
   const CacheShape& shape = plan.store->shape;
   const auto n = static_cast<std::size_t>(plan.block_rows) * static_cast<std::size_t>(plan.group);
-  const auto page = static_cast<std::size_t>(score_stride(*plan.store));
+  const auto page = static_cast<std::size_t>(score_stride(plan));
   const auto key = static_cast<std::size_t>(base::round_up(shape.key_dim, 16));
   const auto value = static_cast<std::size_t>(base::round_up(shape.value_dim, 16));
-  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + 4 * Arena::padded<float>(deep) + Arena::padded<int>(deep) +
-         Arena::padded<float>(std::max(key * page, value * page)) + Arena::padded<const float*>(n) +
+         7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
-         (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) : 0) +
+         (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) +
+                        Arena::padded<float>(base::round_up(n, std::size_t{4}) * key)
+                  : 0) +
          (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
          Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) +
          Arena::padded<float>(most_lanes(plan)) +
@@ -75,10 +84,11 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   const CacheShape& shape = store_.shape;
   query_stride_ = base::round_up(shape.key_dim, 16);
   output_stride_ = base::round_up(shape.value_dim, 16);
-  score_stride_ = score_stride(store_);
+  batch_ = batch_pages(plan);
+  score_stride_ = score_stride(plan);
   const auto n = static_cast<std::size_t>(capacity_);
   const auto page = static_cast<std::size_t>(score_stride_);
-  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), 32));
+  const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
   queries_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
   scores_ = arena.take<float>(n * page);
   exact_ = arena.take<float>(n * page);
@@ -87,9 +97,11 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &max_, &step_, &mid_}) *line = arena.take<float>(deep);
-  levels_ = arena.take<int>(deep);
-  wide_ = arena.take<float>(static_cast<std::size_t>(std::max(query_stride_, output_stride_)) * page);
+  for (float** line : {&min_, &max_, &step_}) *line = arena.take<float>(deep);
+  for (Levels& levels : levels_) {
+    levels.most = arena.take<float>(deep);
+    levels.half = arena.take<float>(deep);
+  }
   mask_rows_ = arena.take<const float*>(n);
   packed_ = arena.take<std::int32_t>(tiles::packed_words(longest(plan), capacity_));
   residuals_ = arena.take<float>(most_outliers(plan));
@@ -99,6 +111,7 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
+    query_lanes_ = arena.take<float>(base::round_up(n, std::size_t{4}) * static_cast<std::size_t>(query_stride_));
   }
   if (store_.layout.value.rotation > 1) {
     rotated_.values = arena.take<float>(n * static_cast<std::size_t>(output_stride_));
@@ -120,9 +133,19 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
     const std::int64_t row = first_row + n / plan_.group;
     const int query_head = head * plan_.group + n % plan_.group;
     float* out = queries_ + n * query_stride_;
-    for (int d = 0; d < store_.shape.key_dim; ++d) {
-      out[d] = plan_.scale * base::load_float(view.data, view.type,
-                                              row * view.stride[0] + query_head * view.stride[1] + d * view.stride[2]);
+    const std::int64_t at = row * view.stride[0] + query_head * view.stride[1];
+    if (view.stride[2] == 1) {
+      kernels_.widen(static_cast<const std::byte*>(view.data) + at * static_cast<std::int64_t>(size_of(view.type)),
+                     view.type, out, store_.shape.key_dim);
+    } else {
+      for (int d = 0; d < store_.shape.key_dim; ++d) {
+        out[d] = base::load_float(view.data, view.type, at + d * view.stride[2]);
+      }
+    }
+    for (int d = 0; d < store_.shape.key_dim; ++d) out[d] *= plan_.scale;
+    if (query_lanes_ != nullptr) {
+      float* lanes = query_lanes_ + n / 4 * 4 * query_stride_ + n % 4;
+      for (int d = 0; d < store_.shape.key_dim; ++d) lanes[4 * d] = out[d];
     }
     slope_[n] = plan_.slopes[static_cast<std::size_t>(query_head)];
   }
@@ -139,42 +162,45 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
 
 void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, int depth, const float* v,
                                std::int64_t v_stride, float* out, std::int64_t out_stride, tiles::Ahead ahead) {
-  tiles::RowProduct product{tile,     store_.shape.dtype, stride, rows,       depth, v,
-                            v_stride, vectors_,           out,    out_stride, ahead};
-  if (vectors_ >= kWidenFrom && store_.shape.dtype != DType::f32) {
-    const int padded = base::round_up(rows, tiles::kLanes);
-    for (int d = 0; d < depth; ++d) {
-      kernels_.widen(static_cast<const std::byte*>(tile) + static_cast<std::size_t>(d * stride) * store_.rows.element,
-                     store_.shape.dtype, wide_ + static_cast<std::ptrdiff_t>(d) * padded, padded);
-    }
-    product.tile = wide_;
-    product.type = DType::f32;
-    product.tile_stride = padded;
-  }
-  kernels_.multiply_rows(product);
+  kernels_.multiply_rows(
+      {tile, store_.shape.dtype, stride, rows, depth, v, v_stride, vectors_, out, out_stride, ahead});
 }
 
-const float* QueryBlock::gather(const TileView& view, const float* v, std::int64_t v_stride) {
+const float* QueryBlock::gather(const TileView& view) {
   view.order(order_);
-  for (int n = 0; n < vectors_; ++n) {
-    const float* from = v + n * v_stride;
-    float* to = gathered_ + n * query_stride_;
-    for (int i = 0; i < view.tile->depth; ++i) to[i] = from[order_[i]];
+  for (int n = 0; n < vectors_; n += 4) {
+    kernels_.gather_lanes(query_lanes_ + n * query_stride_, order_, view.tile->depth, std::min(4, vectors_ - n),
+                          gathered_ + n * query_stride_, query_stride_);
   }
   return gathered_;
 }
 
+const QueryBlock::Levels& QueryBlock::levels_of(const TileView& view) {
+  const PageLayout& layout = store_.layout;
+  Levels& levels = levels_[view.tile == &layout.value ? 2 : (view.tile == &layout.key_rest ? 1 : 0)];
+  if (levels.tile == view.tile && view.tile->budget == 0) return levels;
+  const int depth = view.tile->depth;
+  view.levels(levels.most);
+  for (int i = 0; i < depth; ++i) levels.half[i] = 0.5F * levels.most[i];
+  std::fill(levels.half + depth, levels.half + base::round_up(depth, tiles::kDepthPad), 0.0F);
+  levels.tile = view.tile;
+  return levels;
+}
+
 void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_stride) {
   const TileLayout& tile = *view.tile;
-  if (!view.in_order()) {
-    v = gather(view, v, v_stride);
+  if (!view.in_order()) {  // only key tiles have an order
+    v = gather(view);
     v_stride = query_stride_;
   }
-  view.levels(levels_);
-  load_grid(view, store_.shape.dtype, levels_, min_, step_);
-  const int padded = base::round_up(tile.depth, tiles::kDepthPad);
-  for (int i = 0; i < tile.depth; ++i) mid_[i] = 0.5F * static_cast<float>(levels_[i]);
-  std::fill(mid_ + tile.depth, mid_ + padded, 0.0F);
+  const Levels& levels = levels_of(view);
+  if (tile.shared_grid && view.tokens != nullptr) {
+    load_endpoints(view, store_.shape.dtype, min_, step_);
+    for (int i = 0; i < tile.depth; ++i) step_[i] = (step_[i] - min_[i]) / levels.most[i];
+  } else {
+    kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype, levels.most,
+                       tile.depth, min_, step_);
+  }
   tiles::PackArgs pack;
   pack.v = v;
   pack.v_stride = v_stride;
@@ -183,7 +209,7 @@ void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_
   pack.depth = tile.depth;
   pack.vectors = vectors_;
   pack.wide = store_.recipe.x_bits == 16;
-  pack.mid = mid_;
+  pack.mid = levels.half;
   pack.x = packed_;
   pack.scale = x_scale_;
   pack.bias = bias_;
@@ -332,25 +358,25 @@ void QueryBlock::finish() {
   }
 }
 
-// Where the next page keeps this head's keys and values, so that products ask for it bit by bit. Grids are small.
-void QueryBlock::look_ahead(std::int64_t number) {
-  ahead_key_ = ahead_value_ = {};
-  if (number >= static_cast<std::int64_t>(store_.pages.size())) return;
+// Where a page keeps this head's keys or values, so that products ask for it bit by bit. Grids are small.
+tiles::Ahead QueryBlock::ahead_of(std::int64_t number, Side side) const {
+  if (number >= static_cast<std::int64_t>(store_.pages.size())) return {};
   const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  const bool keys = side == Side::key;
   if (page.sealed) {
     const PageLayout& layout = store_.layout;
     const std::byte* block = page.sealed->block.get() + static_cast<std::size_t>(head_) * layout.head_bytes;
     const std::size_t value = layout.value.planes.front().offset;
-    ahead_key_ = {block, value};
-    ahead_value_ = {block + value, layout.head_bytes - value};
+    if (keys) return {block, value};
     const std::size_t heads_bytes = static_cast<std::size_t>(store_.shape.kv_heads) * layout.head_bytes;
     for (std::size_t i = heads_bytes; i < layout.page_bytes; i += base::kAlignment) {
       __builtin_prefetch(page.sealed->block.get() + i, 0, 2);
     }
-  } else if (page.open) {
-    ahead_key_ = {page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head};
-    ahead_value_ = {page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
+    return {block + value, layout.head_bytes - value};
   }
+  if (!page.open) return {};
+  return keys ? tiles::Ahead{page.open.get() + store_.rows.key_at(head_, 0, 0), store_.rows.key_head}
+              : tiles::Ahead{page.open.get() + store_.rows.value_at(head_, 0, 0), store_.rows.value_head};
 }
 
 int QueryBlock::read_cells(const Page& page) const {
@@ -369,11 +395,51 @@ void QueryBlock::add_page(std::int64_t number) {
   if (page.sealed && store_.layout.salient > 0) {
     order_masks(token_order(store_.layout, page.sealed->block.get(), head_));
   }
-  look_ahead(number + 1);
+  ahead_key_ = ahead_of(number + 1, Side::key);
+  ahead_value_ = ahead_of(number + 1, Side::value);
   score_page(page, cells);
   kernels_.softmax(
       {scores_, score_stride_, vectors_, cells, mask_rows_, slope_, plan_.options->softcap, maximum_, sum_, alpha_});
   mix_page(page, cells);
+}
+
+bool QueryBlock::is_whole(std::int64_t number) {
+  const Page& page = store_.pages[static_cast<std::size_t>(number)];
+  return page.sealed && page.sealed->exact.cells.empty() && load_mask(number, store_.tokens()) &&
+         std::all_of(mask_rows_, mask_rows_ + vectors_, [](const float* row) { return row == nullptr; });
+}
+
+void QueryBlock::add_pages(std::int64_t first, std::int64_t last) {
+  while (first < last) {
+    int count = 0;
+    while (batch_ > 1 && count < batch_ && first + count < last && is_whole(first + count)) ++count;
+    if (count > 1) {
+      add_batch(first, count);
+      first += count;
+    } else {
+      add_page(first++);
+    }
+  }
+}
+
+void QueryBlock::add_batch(std::int64_t first, int count) {
+  const int tokens = store_.tokens();
+  float* const scores = scores_;
+  const auto page = [&](int i) -> const Page& { return store_.pages[static_cast<std::size_t>(first + i)]; };
+  // Every product asks for what the one after it reads.
+  for (int i = 0; i < count; ++i, scores_ += tokens) {
+    ahead_key_ = i + 1 < count ? ahead_of(first + i + 1, Side::key) : ahead_of(first, Side::value);
+    score_page(page(i), tokens);
+  }
+  scores_ = scores;
+  kernels_.softmax({scores_, score_stride_, vectors_, count * tokens, nullptr, slope_, plan_.options->softcap, maximum_,
+                    sum_, alpha_});
+  for (int i = 0; i < count; ++i, scores_ += tokens) {
+    ahead_value_ = i + 1 < count ? ahead_of(first + i + 1, Side::value) : ahead_of(first + count, Side::key);
+    mix_page(page(i), tokens);
+    std::fill_n(alpha_, vectors_, 1.0F);  // applied
+  }
+  scores_ = scores;
 }
 
 void QueryBlock::add_scores(std::int64_t number, const std::int64_t* clocks) {

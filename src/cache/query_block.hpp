@@ -35,8 +35,8 @@ class QueryBlock {
 
   // Loads the queries of rows [first_row, first_row + rows) of one KV head and empties the running state.
   void start(int head, std::int64_t first_row, int rows);
-  // Attends to the cells of one page.
-  void add_page(std::int64_t page);
+  // Attends to the cells of pages [first, last).
+  void add_pages(std::int64_t first, std::int64_t last);
   // Brings the output together; after the last page.
   void finish();
 
@@ -54,7 +54,20 @@ class QueryBlock {
   const float* output(int vector) const { return plain_.values + vector * output_stride_; }
 
  private:
-  void look_ahead(std::int64_t page);
+  // Largest code per stored depth index and half of it; only tiles of own widths change them from page to page.
+  struct Levels {
+    const TileLayout* tile = nullptr;
+    float* most = nullptr;
+    float* half = nullptr;
+  };
+  static constexpr int kKinds = 3;  // of tiles: key, key_rest, value
+
+  void add_page(std::int64_t page);
+  // Whether all of a sealed page is visible to all vectors and quantized.
+  bool is_whole(std::int64_t page);
+  // Several whole pages with one softmax: what one page's product leaves idle while its results come in, the next uses.
+  void add_batch(std::int64_t first, int count);
+  tiles::Ahead ahead_of(std::int64_t page, Side side) const;
   enum class RowMask : std::uint8_t { plain, hidden, mixed };
   RowMask classify(std::int64_t row, int query_head, std::int64_t first_cell, int cells) const;
   bool load_mask(std::int64_t page, int cells);
@@ -79,8 +92,9 @@ class QueryBlock {
   void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
   // What the tile's outliers add to multiply_tile; needs the grid that pack_tile loaded.
   void add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out, std::int64_t out_stride);
-  // v of every vector in the tile's order.
-  const float* gather(const TileView& view, const float* v, std::int64_t v_stride);
+  const Levels& levels_of(const TileView& view);
+  // The queries in the tile's order.
+  const float* gather(const TileView& view);
 
   // Sums of weighted values. A page's softmax rescales all that came before; values as they are and rotated ones are
   // kept apart, and the sum that a page does not touch is rescaled when its turn comes.
@@ -96,6 +110,7 @@ class QueryBlock {
   const AttentionPlan& plan_;
   const PageStore::Impl& store_;
   const tiles::Kernels& kernels_;
+  tiles::ProductScope products_{kernels_};
   int capacity_ = 0;  // vectors a block may have
   int head_ = 0;
   std::int64_t first_row_ = 0;
@@ -104,9 +119,10 @@ class QueryBlock {
 
   std::int64_t query_stride_ = 0;
   std::int64_t output_stride_ = 0;
-  std::int64_t score_stride_ = 0;  // a page; with two key tiles 16 more, the padding of the second one's rows
+  int batch_ = 1;                  // pages with one softmax
+  std::int64_t score_stride_ = 0;  // of a batch; with two key tiles 16 more, the padding of the second one's rows
   float* queries_ = nullptr;       // [vectors][key_dim], scaled
-  float* scores_ = nullptr;        // [vectors][page], of a sealed page by place, of an open one by cell
+  float* scores_ = nullptr;        // [vectors][batch][page], of a sealed page by place, of an open one by cell
   Mixed plain_;
   Mixed rotated_;           // of sealed pages whose values are stored rotated; unused otherwise
   float* exact_ = nullptr;  // [vectors][page]: scores or weights of exact cells
@@ -118,8 +134,7 @@ class QueryBlock {
   float* min_ = nullptr;  // grids of the current tile
   float* max_ = nullptr;
   float* step_ = nullptr;
-  float* mid_ = nullptr;
-  int* levels_ = nullptr;
+  Levels levels_[kKinds];
   // The outliers of a tile: what each adds to its code's level, and where.
   float* residuals_ = nullptr;
   std::uint16_t* outlier_rows_ = nullptr;
@@ -128,10 +143,10 @@ class QueryBlock {
   std::uint16_t* order_ = nullptr;
   float* page_sum_ = nullptr;  // [vectors][value_dim]: what one page adds, before its channel factors
   float* factors_ = nullptr;
-  float* gathered_ = nullptr;  // [vectors][key_dim] in the order of a key tile
-  float* wide_ = nullptr;      // an open tile as float, for blocks of many vectors
-  float* mask_ = nullptr;      // [vectors][page]
-  tiles::Ahead ahead_key_;     // of the next page
+  float* query_lanes_ = nullptr;  // queries_ as [vectors / 4][key_dim][4]; only for tiles with an order
+  float* gathered_ = nullptr;     // [vectors][key_dim] in the order of a key tile
+  float* mask_ = nullptr;         // [vectors][page]
+  tiles::Ahead ahead_key_;        // what a page's key product asks for
   tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;

@@ -72,17 +72,20 @@ TileView::TileView(const PageLayout& layout, const TileLayout& t, const std::byt
   std::copy(t.planes.begin(), t.planes.end(), planes.planes.begin());
 }
 
-void TileView::levels(int* out) const {
+template <typename T>
+void TileView::fill_levels(T* out) const {
   if (!tile->table.empty()) {
-    std::fill_n(out, tile->depth, kTableSteps);
+    std::fill_n(out, tile->depth, T{kTableSteps});
     return;
   }
-  std::fill_n(out, tile->depth, 0);
+  std::fill_n(out, tile->depth, T{0});
   for (const PlaneLayout& plane : planes.span()) {
-    const int most = ((1 << plane.bits) - 1) << plane.shift;
+    const T most = static_cast<T>(((1 << plane.bits) - 1) << plane.shift);
     for (int i = plane.first; i < plane.first + plane.depth; ++i) out[i] += most;
   }
 }
+template void TileView::fill_levels(int* out) const;
+template void TileView::fill_levels(float* out) const;
 
 void TileView::order(std::uint16_t* out) const {
   const std::byte* from = head_block + tile->order_offset;

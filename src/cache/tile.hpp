@@ -73,13 +73,18 @@ struct TileView {
   TileView(const PageLayout& layout, const TileLayout& tile, const std::byte* block, int head);
 
   // The largest code per stored depth index: the bits that its planes hold, or the steps of the table's grid.
-  void levels(int* out) const;
+  void levels(int* out) const { fill_levels(out); }
+  void levels(float* out) const { fill_levels(out); }
   // The channel (or token) of each stored depth index.
   void order(std::uint16_t* out) const;
   OutlierList outliers() const;
   // Numbers of the list's slots where each head's begin, and where the last one's end (shared lists).
   std::uint32_t outlier_start(int at_head) const;
   bool in_order() const { return tile->order_entry == 0; }
+
+ private:
+  template <typename T>
+  void fill_levels(T* out) const;
 };
 
 // Counts of a tile with own widths, as stored.

@@ -1,4 +1,10 @@
 // The table of kernel sets and the choice between them.
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <map>
@@ -8,6 +14,7 @@
 #include "hwy/targets.h"
 #include "kvant/runtime.hpp"
 #include "tiles/kernels.hpp"
+#include "tiles/matrix.hpp"
 #include "tiles/scalar.hpp"
 
 namespace kvant::tiles {
@@ -17,6 +24,18 @@ void fill_products(Kernels& k);
 void fill_rows(Kernels& k);
 void fill_softmax(Kernels& k);
 void fill_codec(Kernels& k);
+void fill_matrix_pack(Kernels& k);
+void fill_matrix_products(Kernels& k, bool emulated);
+
+#if KVANT_AMX
+bool amx_usable() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kTile = 1U << 24, kInt8 = 1U << 25;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTile) == 0 || (d & kInt8) == 0) return false;
+  // Linux gives tile state to processes that ask for it: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#endif
 
 namespace {
 
@@ -27,6 +46,14 @@ std::string set_name(const std::string& target) {
       {"NEON", "neon"},          {"SVE", "sve"},     {"SVE2", "sve2"}, {"SVE_256", "sve256"}, {"SVE2_128", "sve2_128"}};
   const auto found = names.find(target);
   return found == names.end() ? std::string() : found->second;
+}
+
+// A set with matrix products in place of its own.
+Kernels matrix_set(Kernels k, bool emulated) {
+  fill_matrix_pack(k);
+  fill_matrix_products(k, emulated);
+  k.name = emulated ? "matrix_emulated" : "avx512amx";
+  return k;
 }
 
 std::vector<Kernels> make_sets() {
@@ -43,6 +70,11 @@ std::vector<Kernels> make_sets() {
     fill_rows(k);
     fill_softmax(k);
     k.name = set_name(k.name);
+#if KVANT_AMX
+    if (k.name == "avx512vnni" && amx_usable()) {
+      sets.push_back(matrix_set(k, false));
+    }
+#endif
     // The emulated target is left out: "scalar" below is our own reference.
     if (!k.name.empty() && (sets.empty() || sets.back().name != k.name)) sets.push_back(k);
   }
@@ -73,6 +105,13 @@ const Kernels* find_set(std::string_view name) {
 const std::vector<Kernels>& all_kernels() {
   static const std::vector<Kernels> sets = make_sets();
   return sets;
+}
+
+Kernels emulated_matrix_kernels() {
+  Kernels k = all_kernels().front();  // of the target that Highway chooses by itself
+  k.begin_products = nullptr;
+  k.end_products = nullptr;
+  return matrix_set(k, true);
 }
 
 const Kernels& kernels() {

@@ -8,8 +8,6 @@
 #define KVANT_TILES_DOT_HPP
 #endif
 
-#include <limits>
-
 #include "hwy/highway.h"
 #include "tiles/simd.hpp"
 
@@ -18,8 +16,9 @@ namespace kvant::tiles::HWY_NAMESPACE {
 
 #undef KVANT_DOT_ATTR
 #if KVANT_VNNI
-// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler.
-#define KVANT_DOT_ATTR __attribute__((target("avx512vnni")))
+// Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler. For Clang a function's own
+// attribute replaces that of the region, so it names all.
+#define KVANT_DOT_ATTR __attribute__((target(HWY_TARGET_STR ",avx512vnni")))
 using Sum = int __attribute__((vector_size(64)));  // not __m512i: GCC keeps arrays of may_alias types in memory
 using Total = Sum;
 using Codes = __m512i;
@@ -45,8 +44,6 @@ template <bool kWide>
 KVANT_DOT_ATTR HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
   return total + ((kWide ? high * 256 + low : high) << shift);
 }
-// What the codes of one chunk may add up to, one depth quad counted once with its largest code.
-constexpr int kChunkCodes = std::numeric_limits<int>::max();
 #else
 #define KVANT_DOT_ATTR
 using D32 = hwy::HWY_NAMESPACE::CappedTag<std::int32_t, 16>;
@@ -73,45 +70,39 @@ HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
 HWY_INLINE Total ZeroTotal() {
   return hwy::HWY_NAMESPACE::Zero(D32());
 }
-#if KVANT_MADDUBS
-using Sum = short __attribute__((vector_size(HWY_MAX_BYTES)));  // 16-bit pairs; as above, no may_alias type
+#if KVANT_MADD
+using Sum = int __attribute__((vector_size(HWY_MAX_BYTES)));  // as above, no may_alias type
 HWY_INLINE __m128i MulPairs(__m128i codes, __m128i x) {
-  return _mm_maddubs_epi16(codes, x);
+  return _mm_madd_epi16(codes, x);
 }
 #if HWY_TARGET <= HWY_AVX2
 HWY_INLINE __m256i MulPairs(__m256i codes, __m256i x) {
-  return _mm256_maddubs_epi16(codes, x);
+  return _mm256_madd_epi16(codes, x);
 }
 #endif
 #if HWY_TARGET <= HWY_AVX3
 HWY_INLINE __m512i MulPairs(__m512i codes, __m512i x) {
-  return _mm512_maddubs_epi16(codes, x);
+  return _mm512_madd_epi16(codes, x);
 }
 #endif
-
-// 16-bit sums of two depth indices each: 8 multiply-adds per instruction and 32-bit lane, as long as they do not
-// overflow (kChunkCodes).
+// Codes of the even and of the odd depth indices of a quad, 16 bits each.
+HWY_INLINE Codes Evens(Codes codes) {
+  return hwy::HWY_NAMESPACE::And(codes, Spread(0x00FF00FF));
+}
+HWY_INLINE Codes Odds(Codes codes) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::Repartition<std::uint16_t, D32> d16;
+  return hn::BitCast(D32(), hn::ShiftRight<8>(hn::BitCast(d16, codes)));
+}
 HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
   sum += reinterpret_cast<Sum>(MulPairs(codes.raw, x.raw));
   asm("" : "+x"(sum));  // GCC 12 would compute all products first and then run out of registers
   return sum;
 }
-// a[0] * factor + a[1] * factor per 32-bit lane
-HWY_INLINE Total AddPairs(Sum sums, std::int16_t factor) {
+HWY_INLINE Total Join(Total total, Sum sum, int shift) {
   namespace hn = hwy::HWY_NAMESPACE;
-  const hn::Repartition<std::int16_t, D32> d16;
-  const hn::Vec<decltype(d16)> pairs{reinterpret_cast<decltype(Total::raw)>(sums)};
-  auto unused = hn::Zero(D32());
-  return hn::ReorderWidenMulAccumulate(D32(), pairs, hn::Set(d16, factor), hn::Zero(D32()), unused);
+  return hn::Add(total, hn::ShiftLeftSame(Total{reinterpret_cast<decltype(Total::raw)>(sum)}, shift));
 }
-template <bool kWide>
-HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
-  namespace hn = hwy::HWY_NAMESPACE;
-  const Total sum = kWide ? hn::Add(AddPairs(high, 256), AddPairs(low, 1)) : AddPairs(high, 1);
-  return hn::Add(total, hn::ShiftLeftSame(sum, shift));
-}
-// Two depth indices of a quad share a 16-bit sum: 2 * 128 * code each, 256 * 127 = 32512 in all.
-constexpr int kChunkCodes = 127;
 #else
 using Sum = int __attribute__((vector_size(HWY_MAX_BYTES)));
 // Byte by byte: no special instruction, no overflow.
@@ -130,7 +121,6 @@ HWY_INLINE Sum Join(Sum total, Sum high, Sum low, int shift) {
   const Sum sum = kWide ? hn::Add(hn::ShiftLeft<8>(high), low) : high;
   return hn::Add(total, hn::ShiftLeftSame(sum, shift));
 }
-constexpr int kChunkCodes = std::numeric_limits<int>::max();
 #endif
 #endif
 

@@ -33,7 +33,7 @@ struct PackArgs {
   int depth = 0;
   int vectors = 0;
   bool wide = true;            // 16-bit x, else 8-bit
-  const float* mid = nullptr;  // [round_up(depth, 32)] the mean code that x[n][i] meets
+  const float* mid = nullptr;  // [round_up(depth, 64)] the mean code that x[n][i] meets
   std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
   float* scale = nullptr;      // out [vectors]: x = scale * integer
   // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at
@@ -41,14 +41,14 @@ struct PackArgs {
   float* bias = nullptr;
 };
 
-// Words of one vector, zero padding up to kDepthPad included: the word of depth index i is at i / 4 * 2.
+// Words of one vector, two for four depth indices, zero padding up to a multiple of 64 included.
 constexpr std::int64_t vector_words(int depth) {
-  return std::int64_t{(depth + 31) / 32} * 8 * 2;
+  return std::int64_t{(depth + 63) / 64} * 16 * 2;
 }
 
-// Words that a packed x takes. A product may read kDepthPad depth indices past the last vector, where codes are 0.
+// Words that a packed x takes. A product may read 16 rows of 16 words past its end, for results that nobody wants.
 constexpr std::size_t packed_words(int depth, int vectors) {
-  return static_cast<std::size_t>(vector_words(depth) * vectors + vector_words(32));
+  return static_cast<std::size_t>(vector_words(depth) * vectors) + 16 * 16;
 }
 
 // A plane (src/tiles/plane.hpp, 64-byte aligned) over the depth indices first..first+depth-1 of x; its bits are worth
@@ -154,9 +154,19 @@ struct LineSums {
   double product = 0;            // sum c * x
 };
 
+// What begin_products keeps of the thread.
+struct alignas(64) ThreadState {
+  std::byte bytes[64];
+};
+
 struct Kernels {
   std::string name;
   bool integer_dot = false;  // has 8-bit dot-product instructions
+
+  // Null, or: put this thread into the state that multiply_codes computes in, and back. Optional, multiply_codes does
+  // it alone where it has to; worth it around many products.
+  void (*begin_products)(ThreadState& before) = nullptr;
+  void (*end_products)(const ThreadState& before) = nullptr;
 
   void (*pack_x)(const PackArgs&) = nullptr;
   void (*multiply_codes)(const CodeProduct&) = nullptr;
@@ -168,6 +178,13 @@ struct Kernels {
                   const float* bias) = nullptr;
   // sum a[i] * b[i]
   float (*dot)(const float* a, const float* b, int n) = nullptr;
+
+  // min[i] = from_min[i] and step[i] = grid_step(from_min[i], from_max[i], levels[i]), ends in `type`
+  void (*load_grid)(const void* from_min, const void* from_max, DType type, const float* levels, int n, float* min,
+                    float* step) = nullptr;
+  // to[v][i] = lanes[order[i]][v], up to four vectors, lanes [...][4]
+  void (*gather_lanes)(const float* lanes, const std::uint16_t* order, int n, int vectors, float* to,
+                       std::int64_t stride) = nullptr;
 
   void (*widen)(const void* from, DType type, float* to, std::int64_t n) = nullptr;
   void (*narrow)(const float* from, void* to, DType type, std::int64_t n) = nullptr;
@@ -190,9 +207,28 @@ struct Kernels {
                        std::uint8_t* codes, std::int64_t code_stride) = nullptr;
 };
 
+// begin_products to end_products of a scope.
+class ProductScope {
+ public:
+  explicit ProductScope(const Kernels& kernels) : kernels_(kernels) {
+    if (kernels_.begin_products != nullptr) kernels_.begin_products(before_);
+  }
+  ~ProductScope() {
+    if (kernels_.end_products != nullptr) kernels_.end_products(before_);
+  }
+  ProductScope(const ProductScope&) = delete;
+  ProductScope& operator=(const ProductScope&) = delete;
+
+ private:
+  const Kernels& kernels_;
+  ThreadState before_;
+};
+
 // The set in use (runtime.hpp chooses it) and all sets this CPU can run, best first.
 const Kernels& kernels();
 const std::vector<Kernels>& all_kernels();
+// The best set with matrix products in plain arithmetic: for tests, on every CPU, of all that surrounds AMX.
+Kernels emulated_matrix_kernels();
 
 // step of a grid with `levels` + 1 points from min to max; the one formula that encoder, decoder and attention share.
 inline float grid_step(float min, float max, int levels) {

@@ -14,6 +14,7 @@
 #include "hwy/highway.h"
 // clang-format on
 #include "tiles/kernels.hpp"
+#include "tiles/matrix.hpp"
 #include "tiles/plane.hpp"
 #include "tiles/simd.hpp"
 
@@ -28,7 +29,7 @@ constexpr float kRounder = 12582912.0F;
 // signed bytes, so low is the lowest byte of value itself. A narrow x has its byte in the first word and 0 in the
 // second. Here: two registers of integers in the lowest 16 bits of each lane, in the order of depth.
 template <class D, class V>
-HWY_INLINE void StoreQuads(D di, V first, V second, bool wide, std::int32_t* word) {
+HWY_INLINE V MakeQuads(D di, V first, V second, bool wide) {
   const hn::Repartition<std::int16_t, D> d16;
   const hn::Repartition<std::uint8_t, D> d8;
   const hn::Repartition<std::uint64_t, D> d64;
@@ -41,8 +42,69 @@ HWY_INLINE void StoreQuads(D di, V first, V second, bool wide, std::int32_t* wor
                            : hn::BitCast(d16, hn::ShiftLeft<16>(value));
     return hn::BitCast(d64, hn::TableLookupBytes(hn::BitCast(d8, both), order));
   };
-  hn::StoreU(hn::BitCast(di, hn::ConcatEven(d64, quads(second), quads(first))), di, word);
+  return hn::BitCast(di, hn::ConcatEven(d64, quads(second), quads(first)));
 }
+
+// The same for pmaddwd, words [vector][quad][2]: integers of the even depth indices, then of the odd ones, 16 bits
+// each.
+template <class D, class V>
+HWY_INLINE V MakePairs(D di, V first, V second) {
+  const hn::Repartition<std::uint8_t, D> d8;
+  const hn::Repartition<std::uint64_t, D> d64;
+  alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13};
+  const auto order = hn::LoadDup128(d8, kOrder);
+  const auto pairs = [&](V value)
+                         HWY_ATTR { return hn::BitCast(d64, hn::TableLookupBytes(hn::BitCast(d8, value), order)); };
+  return hn::BitCast(di, hn::ConcatEven(d64, pairs(second), pairs(first)));
+}
+
+// Where the words of a vector go: two per quad, as above.
+struct QuadWords {
+  std::int32_t* words;
+  bool wide;
+
+  QuadWords(const PackArgs& a, int n) : words(a.x + n * vector_words(a.depth)), wide(a.wide) {}
+  template <class D, class V>
+  HWY_INLINE void store(D di, V first, V second, int i) const {
+#if KVANT_MADD
+    hn::StoreU(MakePairs(di, first, second), di, words + i / 2);
+#else
+    hn::StoreU(MakeQuads(di, first, second, wide), di, words + i / 2);
+#endif
+  }
+  template <class D, class V>
+  HWY_INLINE void store(D di, const V (&x)[4], int i) const {
+    store(di, x[0], x[1], i);
+    store(di, x[2], x[3], i + 2 * static_cast<int>(hn::Lanes(di)));
+  }
+};
+
+// Rows of a matrix tile (matrix.hpp): [step of 64 depth indices][vector][high, low][16 words], no low words if narrow.
+struct TileRows {
+  std::int32_t* words;
+  std::int64_t step;
+  bool wide;
+
+  TileRows(const PackArgs& a, int n)
+      : words(a.x + n * (a.wide ? 32 : 16)), step(std::int64_t{a.vectors} * (a.wide ? 32 : 16)), wide(a.wide) {}
+  template <class D, class V>
+  HWY_INLINE void store(D di, V first, V second, int i) const {
+    const V quads = MakeQuads(di, first, second, wide);
+    const hn::Half<D> half;
+    std::int32_t* to = words + i / kMatrixDepth * step + i % kMatrixDepth / kQuad;
+    hn::StoreU(hn::LowerHalf(half, hn::ConcatEven(di, quads, quads)), half, to);
+    if (wide) hn::StoreU(hn::LowerHalf(half, hn::ConcatOdd(di, quads, quads)), half, to + kLanes);
+  }
+  // Twice as many: whole rows with AVX-512, which a tile load does not have to wait for as long as for halves.
+  template <class D, class V>
+  HWY_INLINE void store(D di, const V (&x)[4], int i) const {
+    const V low = MakeQuads(di, x[0], x[1], wide);
+    const V high = MakeQuads(di, x[2], x[3], wide);
+    std::int32_t* to = words + i / kMatrixDepth * step + i % kMatrixDepth / kQuad;
+    hn::StoreU(hn::ConcatEven(di, high, low), di, to);
+    if (wide) hn::StoreU(hn::ConcatOdd(di, high, low), di, to + kLanes);
+  }
+};
 
 // The largest |v * step|, as the bits of a float: as integers, magnitudes order as they do as floats, and infinities
 // and NaN come last.
@@ -71,14 +133,14 @@ inline std::int32_t Peak(const float* v, const float* step, int depth) {
 }
 
 // Rounds v * step / scale and returns the sum of min * v + mid * rounding error. Integers past `depth` are 0.
-inline float RoundVector(const PackArgs& a, const float* v, int padded, float scale, std::int32_t* words) {
+template <class Words>
+float RoundVector(const PackArgs& a, const float* v, int padded, float scale, Words words) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const auto unit = hn::Set(d, scale);
   const auto factor = hn::Set(d, 1.0F / scale);
   const auto rounder = hn::Set(d, kRounder);
-  const bool wide = a.wide;
   const float* step = a.step;
   const float* min = a.min;
   const float* mid = a.mid;
@@ -92,10 +154,15 @@ inline float RoundVector(const PackArgs& a, const float* v, int padded, float sc
     return hn::BitCast(di, rounded);
   };
   int i = 0;
+  for (; i + 4 * lanes <= a.depth; i += 4 * lanes) {
+    const auto at = [&](int j) HWY_ATTR { return round(v + j, step + j, min + j, j); };
+    const hn::VFromD<decltype(di)> x[4] = {at(i), at(i + lanes), at(i + 2 * lanes), at(i + 3 * lanes)};
+    words.store(di, x, i);
+  }
   for (; i + 2 * lanes <= a.depth; i += 2 * lanes) {
     const auto first = round(v + i, step + i, min + i, i);
     const auto second = round(v + i + lanes, step + i + lanes, min + i + lanes, i + lanes);
-    StoreQuads(di, first, second, wide, words + i / 2);
+    words.store(di, first, second, i);
   }
   for (; i < padded; i += 2 * lanes) {
     alignas(64) float rest[3][32] = {};
@@ -106,12 +173,13 @@ inline float RoundVector(const PackArgs& a, const float* v, int padded, float sc
     }
     const auto first = round(rest[0], rest[1], rest[2], i);
     const auto second = round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes);
-    StoreQuads(di, first, second, wide, words + i / 2);
+    words.store(di, first, second, i);
   }
   return hn::GetLane(hn::SumOfLanes(d, bias));
 }
 
-void PackX(const PackArgs& a) {
+template <class Words>
+void PackVectors(const PackArgs& a) {
   const int padded = base::round_up(a.depth, kDepthPad);
   const float limit = a.wide ? kWideMax : kNarrowMax;
   // All peaks first: the reductions and divisions of several vectors overlap.
@@ -121,10 +189,12 @@ void PackX(const PackArgs& a) {
     std::memcpy(&peak, &bits, sizeof peak);
     a.scale[n] = bits < 0x7F800000 ? std::max(peak, limit * kFinestX) / limit : std::numeric_limits<float>::quiet_NaN();
   }
-  std::int32_t* words = a.x;
-  for (int n = 0; n < a.vectors; ++n, words += vector_words(a.depth)) {
-    if (std::isnan(a.scale[n])) {  // the scale makes the product NaN
-      std::memset(words, 0, static_cast<std::size_t>(vector_words(a.depth)) * sizeof *words);
+  for (int n = 0; n < a.vectors; ++n) {
+    const Words words(a, n);
+    if (std::isnan(a.scale[n])) {  // the scale makes the product NaN, whatever the integers
+      const hn::CappedTag<std::int32_t, 16> di;
+      for (int i = 0; i < padded; i += 2 * static_cast<int>(hn::Lanes(di)))
+        words.store(di, hn::Zero(di), hn::Zero(di), i);
       a.bias[n] = a.scale[n];
       continue;
     }
@@ -132,8 +202,21 @@ void PackX(const PackArgs& a) {
   }
 }
 
+void PackX(const PackArgs& a) {
+  PackVectors<QuadWords>(a);
+}
+
+void PackTileRows(const PackArgs& a) {
+  if (a.vectors < kMatrixVectors) return PackX(a);
+  PackVectors<TileRows>(a);
+}
+
 void FillPack(Kernels& k) {
   k.pack_x = PackX;
+}
+
+void FillMatrixPack(Kernels& k) {
+  k.pack_x = PackTileRows;
 }
 
 }  // namespace kvant::tiles::HWY_NAMESPACE
@@ -144,6 +227,10 @@ namespace kvant::tiles {
 HWY_EXPORT(FillPack);
 void fill_pack(Kernels& k) {
   HWY_DYNAMIC_DISPATCH(FillPack)(k);
+}
+HWY_EXPORT(FillMatrixPack);
+void fill_matrix_pack(Kernels& k) {
+  HWY_DYNAMIC_DISPATCH(FillMatrixPack)(k);
 }
 }  // namespace kvant::tiles
 #endif

@@ -23,17 +23,27 @@ namespace kvant::tiles {
 constexpr int kLanes = 16;       // rows of a row tile
 constexpr int kQuad = 4;         // depth indices of a lane
 constexpr int kGroupBytes = 64;  // 16 lanes x 4 bytes
-constexpr int kDepthPad = 32;    // x is padded with zeros to this many depth indices: Q <= 8 quads
+constexpr int kDepthPad = 64;    // x is padded with zeros to this many depth indices: Q <= 8 quads, steps of AMX
+
+// Everything here is a power of two, and products ask often: shifts instead of divisions. Positions of a byte for codes
+// of 1, 2 or 4 bits:
+constexpr int positions_of(int bits) {
+  return 8 >> (bits >> 1);
+}
 
 // Row tiles of the next block when `left` row tiles remain.
 constexpr int block_tiles(int bits, int left) {
-  const int positions = 8 / bits;
+  const int positions = positions_of(bits);
   int tiles = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
   return tiles > positions ? positions : tiles;
 }
 
+// log2 of the quads of a group, for blocks of 1, 2 or 4 row tiles.
+constexpr int group_shift(int bits, int tiles) {
+  return 3 - (bits >> 1) - (tiles >> 1);
+}
 constexpr int quads_per_group(int bits, int tiles) {
-  return 8 / bits / tiles;
+  return 1 << group_shift(bits, tiles);
 }
 
 constexpr int row_tiles(int rows) {
@@ -43,8 +53,8 @@ constexpr int quads(int depth) {
   return (depth + kQuad - 1) / kQuad;
 }
 constexpr int groups(int bits, int tiles, int depth) {
-  const int per_group = quads_per_group(bits, tiles);
-  return (quads(depth) + per_group - 1) / per_group;
+  const int shift = group_shift(bits, tiles);
+  return (quads(depth) + (1 << shift) - 1) >> shift;
 }
 
 // Calls body(first_row_tile, tiles, byte_offset) for each row block of a plane and returns the plane's size in bytes.

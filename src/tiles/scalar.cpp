@@ -172,6 +172,20 @@ float dot(const float* a, const float* b, int n) {
   return sum;
 }
 
+void load_grid(const void* from_min, const void* from_max, DType type, const float* levels, int n, float* min,
+               float* step) {
+  for (int i = 0; i < n; ++i) {
+    min[i] = base::load_float(from_min, type, i);
+    step[i] = (base::load_float(from_max, type, i) - min[i]) / levels[i];
+  }
+}
+
+void gather_lanes(const float* lanes, const std::uint16_t* order, int n, int vectors, float* to, std::int64_t stride) {
+  for (int v = 0; v < vectors; ++v) {
+    for (int i = 0; i < n; ++i) to[v * stride + i] = lanes[4 * order[i] + v];
+  }
+}
+
 void widen(const void* from, DType type, float* to, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) to[i] = base::load_float(from, type, i);
 }
@@ -278,6 +292,8 @@ Kernels scalar_kernels() {
   k.softmax = softmax;
   k.rescale = rescale;
   k.dot = dot;
+  k.load_grid = load_grid;
+  k.gather_lanes = gather_lanes;
   k.widen = widen;
   k.narrow = narrow;
   k.min_max = min_max;

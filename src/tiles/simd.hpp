@@ -18,12 +18,12 @@
 #else
 #define KVANT_VNNI 0
 #endif
-#undef KVANT_MADDUBS
-// pmaddubsw, from SSSE3 on.
+#undef KVANT_MADD
+// pmaddwd; the byte shuffles that put x in its order need SSSE3.
 #if HWY_ARCH_X86 && !KVANT_VNNI && HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
-#define KVANT_MADDUBS 1
+#define KVANT_MADD 1
 #else
-#define KVANT_MADDUBS 0
+#define KVANT_MADD 0
 #endif
 
 HWY_BEFORE_NAMESPACE();

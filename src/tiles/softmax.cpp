@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 // foreach_target.h must come before highway.h.
 // clang-format off
@@ -12,6 +13,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // clang-format on
+#include "base/half.hpp"
 #include "hwy/contrib/math/math-inl.h"
 #include "tiles/kernels.hpp"
 #include "tiles/simd.hpp"
@@ -22,8 +24,33 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// The maximum of one row of scores, NaN if a score is NaN. Two registers at a time: a maximum waits for the one before.
+float Peak(const float* s, int cells) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto first = hn::Set(d, kMinusInfinity);
+  auto second = first;
+  auto bad = hn::IsNaN(first);
+  int i = 0;
+  for (; i + 2 * lanes <= cells; i += 2 * lanes) {
+    const auto a = hn::LoadU(d, s + i);
+    const auto b = hn::LoadU(d, s + i + lanes);
+    first = hn::Max(first, a);
+    second = hn::Max(second, b);
+    bad = hn::Or(bad, hn::Or(hn::IsNaN(a), hn::IsNaN(b)));
+  }
+  for (; i < cells; i += lanes) {
+    const auto a = hn::LoadU(d, s + i);
+    first = hn::Max(first, a);
+    bad = hn::Or(bad, hn::IsNaN(a));
+  }
+  if (!hn::AllFalse(d, bad)) return std::numeric_limits<float>::quiet_NaN();
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(first, second)));
+}
+
 // Applies soft cap and mask to one row of scores in place and returns its maximum, NaN if a visible score is NaN.
 float Finish(const SoftmaxArgs& a, float* s, const float* mask, float slope) {
+  if (a.softcap <= 0 && mask == nullptr) return Peak(s, a.cells);
   const hn::CappedTag<float, 16> d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   auto peak = hn::Set(d, kMinusInfinity);
@@ -55,8 +82,11 @@ template <class D, class V>
 HWY_INLINE V PowerOfTwo(D d, V t) {
   const hn::RebindToSigned<D> di;
   t = hn::Max(hn::Set(d, -127.0F), t);  // this order keeps a NaN
-  const auto whole = hn::NearestInt(t);
-  const V f = hn::Sub(t, hn::ConvertTo(d, whole));
+  // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the lowest bits; the shift below drops the others.
+  const V rounder = hn::Set(d, 12582912.0F);
+  const V rounded = hn::Add(t, rounder);
+  const auto whole = hn::BitCast(di, rounded);
+  const V f = hn::Sub(t, hn::Sub(rounded, rounder));
   V p = hn::MulAdd(hn::Set(d, 0.00133908634F), f, hn::Set(d, 0.00967603192F));
   p = hn::MulAdd(p, f, hn::Set(d, 0.0555035711F));
   p = hn::MulAdd(p, f, hn::Set(d, 0.240221075F));
@@ -70,13 +100,20 @@ float Exponentiate(float* s, int cells, float peak) {
   const int lanes = static_cast<int>(hn::Lanes(d));
   const auto log2e = hn::Set(d, 1.44269504F);
   const auto highest = hn::Set(d, peak);
-  auto sum = hn::Zero(d);
-  for (int i = 0; i < cells; i += lanes) {
+  const auto weigh = [&](int i) HWY_ATTR {
     const auto weight = PowerOfTwo(d, hn::Mul(hn::Sub(hn::LoadU(d, s + i), highest), log2e));
     hn::StoreU(weight, d, s + i);
-    sum = hn::Add(sum, weight);
+    return weight;
+  };
+  auto first = hn::Zero(d);
+  auto second = hn::Zero(d);
+  int i = 0;
+  for (; i + 2 * lanes <= cells; i += 2 * lanes) {
+    first = hn::Add(first, weigh(i));
+    second = hn::Add(second, weigh(i + lanes));
   }
-  return hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; i < cells; i += lanes) first = hn::Add(first, weigh(i));
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(first, second)));
 }
 
 void Softmax(const SoftmaxArgs& a) {
@@ -125,7 +162,64 @@ float Dot(const float* a, const float* b, int n) {
   return result;
 }
 
+// Two registers of scale endpoints are one of steps.
+template <typename T>
+void LoadGridOf(const T* min, const T* max, DType type, const float* levels, int n, float* to_min, float* to_step) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto low = LoadWide(d, min + i);
+    hn::StoreU(low, d, to_min + i);
+    hn::StoreU(hn::Div(hn::Sub(LoadWide(d, max + i), low), hn::LoadU(d, levels + i)), d, to_step + i);
+  }
+  for (; i < n; ++i) {
+    to_min[i] = base::load_float(min, type, i);
+    to_step[i] = (base::load_float(max, type, i) - to_min[i]) / levels[i];
+  }
+}
+
+void LoadGrid(const void* min, const void* max, DType type, const float* levels, int n, float* to_min, float* to_step) {
+  const auto load = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    LoadGridOf(static_cast<const T*>(min), static_cast<const T*>(max), type, levels, n, to_min, to_step);
+  };
+  if (type == DType::f32) load(static_cast<float*>(nullptr));
+  if (type == DType::f16) load(static_cast<hwy::float16_t*>(nullptr));
+  if (type == DType::bf16) load(static_cast<hwy::bfloat16_t*>(nullptr));
+}
+
+// Four loads of four lanes, transposed.
+void GatherLanes(const float* lanes, const std::uint16_t* order, int n, int vectors, float* to, std::int64_t stride) {
+  const hn::CappedTag<float, 4> d;
+  const auto at = [&](int i) HWY_ATTR { return hn::LoadU(d, lanes + 4 * order[i]); };
+  int i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const auto a = at(i);
+    const auto b = at(i + 1);
+    const auto c = at(i + 2);
+    const auto e = at(i + 3);
+    const hn::Repartition<double, decltype(d)> d64;
+    const auto ab = hn::InterleaveLower(d, a, b);
+    const auto ce = hn::InterleaveLower(d, c, e);
+    hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d64, hn::BitCast(d64, ab), hn::BitCast(d64, ce))), d, to + i);
+    if (vectors == 1) continue;
+    const auto store = [&](auto value, int vector)
+                           HWY_ATTR { hn::StoreU(hn::BitCast(d, value), d, to + vector * stride + i); };
+    store(hn::InterleaveUpper(d64, hn::BitCast(d64, ab), hn::BitCast(d64, ce)), 1);
+    const auto ab_high = hn::BitCast(d64, hn::InterleaveUpper(d, a, b));
+    const auto ce_high = hn::BitCast(d64, hn::InterleaveUpper(d, c, e));
+    if (vectors > 2) store(hn::InterleaveLower(d64, ab_high, ce_high), 2);
+    if (vectors > 3) store(hn::InterleaveUpper(d64, ab_high, ce_high), 3);
+  }
+  for (; i < n; ++i) {
+    for (int v = 0; v < vectors; ++v) to[v * stride + i] = lanes[4 * order[i] + v];
+  }
+}
+
 void FillSoftmax(Kernels& k) {
+  k.load_grid = LoadGrid;
+  k.gather_lanes = GatherLanes;
   k.softmax = Softmax;
   k.rescale = Rescale;
   k.dot = Dot;

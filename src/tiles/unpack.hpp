@@ -7,6 +7,7 @@
 #define KVANT_TILES_UNPACK_HPP
 #endif
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -26,22 +27,17 @@ struct Unpack {
   int quad_bytes;       // from quad to quad in `codes`
 };
 
-template <int kRight, int kBits, bool kAdd, class D>
+template <int kRight, int kBits, class D>
 HWY_INLINE void UnpackPosition(D d, hwy::HWY_NAMESPACE::VFromD<D> group, int shift, std::uint8_t* to) {
   namespace hn = hwy::HWY_NAMESPACE;
   constexpr std::uint32_t kMask = ((1U << kBits) - 1) * 0x01010101U;
   auto* words = reinterpret_cast<std::uint32_t*>(to);
-  auto code = hn::And(hn::ShiftRight<kRight>(group), hn::Set(d, kMask));
-  if constexpr (kAdd) {
-    code = hn::Or(hn::ShiftLeftSame(code, shift), hn::LoadU(d, words));
-  } else {
-    if (shift > 0) code = hn::ShiftLeftSame(code, shift);
-  }
-  hn::StoreU(code, d, words);
+  const auto code = hn::And(hn::ShiftRight<kRight>(group), hn::Set(d, kMask));
+  hn::StoreU(hn::Or(hn::ShiftLeftSame(code, shift), hn::LoadU(d, words)), d, words);
 }
 
 // All positions P of the groups of one row block; positions past the plane's last quad are not written.
-template <int kBits, int kTiles, bool kAdd, int... P>
+template <int kBits, int kTiles, int... P>
 HWY_NOINLINE void UnpackBlock(const Unpack& a, Indices<P...>) {
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::CappedTag<std::uint32_t, 16> d;
@@ -55,7 +51,7 @@ HWY_NOINLINE void UnpackBlock(const Unpack& a, Indices<P...>) {
       const auto position = [&](auto p) HWY_ATTR {
         constexpr int kQuadOf = decltype(p)::value / kTiles;
         if (kQuadOf > 0 && quad + kQuadOf >= a.quads) return;
-        UnpackPosition<kBits* decltype(p)::value, kBits, kAdd>(
+        UnpackPosition<kBits* decltype(p)::value, kBits>(
             d, group, a.shift, codes + kQuadOf * a.quad_bytes + (decltype(p)::value % kTiles) * kGroupBytes + 4 * lane);
       };
       (position(std::integral_constant<int, P>()), ...);
@@ -63,25 +59,17 @@ HWY_NOINLINE void UnpackBlock(const Unpack& a, Indices<P...>) {
   }
 }
 
-template <int kBits, int kTiles>
-void UnpackBits(const Unpack& a, bool add) {
-  if (add) {
-    UnpackBlock<kBits, kTiles, true>(a, Range<8 / kBits>());
-  } else {
-    UnpackBlock<kBits, kTiles, false>(a, Range<8 / kBits>());
-  }
+// `codes` gets the plane's bits added.
+inline void UnpackRowBlock(const Unpack& a, int bits, int tiles) {
+  if (bits == 1 && tiles == 2) UnpackBlock<1, 2>(a, Range<8>());
+  if (bits == 1 && tiles == 1) UnpackBlock<1, 1>(a, Range<8>());
+  if (bits == 2 && tiles == 2) UnpackBlock<2, 2>(a, Range<4>());
+  if (bits == 2 && tiles == 1) UnpackBlock<2, 1>(a, Range<4>());
+  if (bits == 4 && tiles == 2) UnpackBlock<4, 2>(a, Range<2>());
+  if (bits == 4 && tiles == 1) UnpackBlock<4, 1>(a, Range<2>());
 }
 
-inline void UnpackRowBlock(const Unpack& a, int bits, int tiles, bool add) {
-  if (bits == 1 && tiles == 4) UnpackBits<1, 4>(a, add);
-  if (bits == 1 && tiles == 2) UnpackBits<1, 2>(a, add);
-  if (bits == 1 && tiles == 1) UnpackBits<1, 1>(a, add);
-  if (bits == 2 && tiles == 4) UnpackBits<2, 4>(a, add);
-  if (bits == 2 && tiles == 2) UnpackBits<2, 2>(a, add);
-  if (bits == 2 && tiles == 1) UnpackBits<2, 1>(a, add);
-  if (bits == 4 && tiles == 2) UnpackBits<4, 2>(a, add);
-  if (bits == 4 && tiles == 1) UnpackBits<4, 1>(a, add);
-}
+constexpr int kMaxPlanes = 32;
 
 // Which quads the planes of a product cover.
 struct Cover {
@@ -106,28 +94,208 @@ struct Cover {
   }
 };
 
-// Codes of `tiles` row tiles from tile `tile` on, [quad][tile][16 lanes][4], all planes joined but those in `direct`,
-// which are alone. Quads without a plane are left as they are.
-inline void UnpackTiles(const Cover& cover, std::uint64_t direct, int tile, int tiles, std::uint8_t* codes) {
+// Asks for memory that is needed later, some lines with every quad.
+struct Asker {
+  const std::byte* at = nullptr;
+  int lines = 0;  // per quad
+
+  HWY_INLINE void ask(int quads) {
+    for (int i = 0; i < lines * quads; ++i, at += kGroupBytes) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// A run of quads over which the same planes make up the codes.
+struct Segment {
+  int begin;
+  int end;
+  int count;               // planes; 0: all codes are 0
+  std::int8_t planes[32];  // their numbers, in the order of the product
+  int max_code;
+};
+
+// The depth of a product cut into segments, planes of `direct` left out.
+struct Segments {
+  int count = 0;
+  Segment list[2 * kMaxPlanes + 1];
+
+  Segments(const Cover& cover, std::uint64_t direct) {
+    const CodeProduct& a = cover.a;
+    int cuts[2 * kMaxPlanes + 2];
+    cuts[0] = 0;
+    cuts[1] = quads(a.x_depth);
+    int cut_count = 2;
+    for (int i = 0; i < a.count; ++i) {
+      if ((direct >> i & 1) != 0) continue;
+      cuts[cut_count++] = cover.first(i);
+      cuts[cut_count++] = cover.end(i);
+    }
+    std::sort(cuts, cuts + cut_count);
+    for (int c = 0; c + 1 < cut_count; ++c) {
+      if (cuts[c] == cuts[c + 1]) continue;
+      Segment& segment = list[count++];
+      segment.begin = cuts[c];
+      segment.end = cuts[c + 1];
+      segment.count = segment.max_code = 0;
+      for (int i = 0; i < a.count; ++i) {
+        if ((direct >> i & 1) != 0 || !cover.touches(i, segment.begin, segment.end)) continue;
+        segment.planes[segment.count++] = static_cast<std::int8_t>(i);
+        segment.max_code += ((1 << a.planes[i].bits) - 1) << a.planes[i].shift;
+      }
+    }
+  }
+};
+
+// Where one row block of 4 row tiles of a plane lies, quads counted as in the product.
+struct PlaneBlock {
+  const std::byte* groups = nullptr;
+  std::ptrdiff_t half = 0;  // to the groups of the last two row tiles (4-bit planes)
+  int first = 0;
+  int shift = 0;
+
+  PlaneBlock(const CodeProduct& a, const CodePlane& plane, int tile)
+      : groups(plane.plane + block_offset(plane.bits, a.rows, plane.depth, tile)),
+        half(std::ptrdiff_t{groups_of(plane)} * kGroupBytes),
+        first(plane.first / kQuad),
+        shift(plane.shift) {}
+  static int groups_of(const CodePlane& plane) { return quads(plane.depth); }
+};
+
+// The codes of row tile kTile in a register of a group; kLeft: times 2^kLeft.
+template <int kBits, int kLeft, int kTile, class D, class V>
+HWY_INLINE V TileField(D d, V group) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  constexpr int kRight = kTile * kBits % 8 - kLeft;
+  constexpr std::uint32_t kMask = (((1U << kBits) - 1) << kLeft) * 0x01010101U;
+  if constexpr (kRight > 0) group = hn::ShiftRight<kRight>(group);
+  if constexpr (kRight < 0) group = hn::ShiftLeft<-kRight>(group);
+  return hn::And(group, hn::Set(d, kMask));
+}
+
+// The group registers of a quad: of one group, or of two for 4-bit planes.
+template <int kBits, class D>
+HWY_INLINE void LoadQuad(D d, const PlaneBlock& plane, int quad, int lane, hwy::HWY_NAMESPACE::VFromD<D>* group) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const int at = quad - plane.first;
+  const auto* words = reinterpret_cast<const std::uint32_t*>(plane.groups + (kBits == 1 ? at / 2 : at) * kGroupBytes);
+  group[0] = group[1] = hn::LoadU(d, words + lane);
+  if (kBits == 4) group[1] = hn::LoadU(d, words + plane.half / 4 + lane);
+  if (kBits == 1 && at % 2 != 0) group[0] = group[1] = hn::ShiftRight<4>(group[0]);
+}
+
+// Quads [begin, end) of one plane or of two at once, 4 row tiles: one store per register of codes.
+template <int kBits, int kLeft, int kOtherBits, int kOtherLeft, int... T>
+HWY_NOINLINE void JoinQuads(const PlaneBlock& plane, const PlaneBlock& other, int begin, int end, std::uint8_t* codes,
+                            Asker& ahead, Indices<T...>) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::CappedTag<std::uint32_t, 16> d;
+  using V = hn::VFromD<decltype(d)>;
+  const int step = static_cast<int>(hn::Lanes(d));
+  for (int quad = begin; quad < end; ++quad) {
+    ahead.ask(1);
+    auto* words = reinterpret_cast<std::uint32_t*>(codes + std::ptrdiff_t{quad} * 4 * kGroupBytes);
+    for (int lane = 0; lane < kLanes; lane += step) {
+      V group[2];
+      LoadQuad<kBits>(d, plane, quad, lane, group);
+      if constexpr (kOtherBits == 0) {
+        (hn::StoreU(TileField<kBits, kLeft, T>(d, group[T / 2]), d, words + T * kLanes + lane), ...);
+      } else {
+        V low[2];
+        LoadQuad<kOtherBits>(d, other, quad, lane, low);
+        (hn::StoreU(
+             hn::Or(TileField<kBits, kLeft, T>(d, group[T / 2]), TileField<kOtherBits, kOtherLeft, T>(d, low[T / 2])),
+             d, words + T * kLanes + lane),
+         ...);
+      }
+    }
+  }
+}
+
+// Any planes: the first one stores, the others add.
+template <int kBits, int... T>
+HWY_NOINLINE void AddQuads(const PlaneBlock& plane, int begin, int end, bool add, std::uint8_t* codes, Indices<T...>) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::CappedTag<std::uint32_t, 16> d;
+  using V = hn::VFromD<decltype(d)>;
+  const int step = static_cast<int>(hn::Lanes(d));
+  for (int quad = begin; quad < end; ++quad) {
+    auto* words = reinterpret_cast<std::uint32_t*>(codes + std::ptrdiff_t{quad} * 4 * kGroupBytes);
+    for (int lane = 0; lane < kLanes; lane += step) {
+      V group[2];
+      LoadQuad<kBits>(d, plane, quad, lane, group);
+      const auto store = [&](V code, std::uint32_t* to) HWY_ATTR {
+        code = hn::ShiftLeftSame(code, plane.shift);
+        hn::StoreU(add ? hn::Or(code, hn::LoadU(d, to)) : code, d, to);
+      };
+      (store(TileField<kBits, 0, T>(d, group[T / 2]), words + T * kLanes + lane), ...);
+    }
+  }
+}
+
+inline void JoinSegment(const CodeProduct& a, const Segment& segment, int tile, std::uint8_t* codes, Asker& ahead) {
+  constexpr Range<4> kTiles;
+  const int begin = segment.begin;
+  const int end = segment.end;
+  if (segment.count == 0) {
+    std::memset(codes + std::ptrdiff_t{begin} * 4 * kGroupBytes, 0,
+                static_cast<std::size_t>(end - begin) * 4 * kGroupBytes);
+    return;
+  }
+  const auto plane = [&](int i) -> const CodePlane& { return a.planes[segment.planes[i]]; };
+  const auto is = [&](int i, int bits, int shift) { return plane(i).bits == bits && plane(i).shift == shift; };
+  const PlaneBlock first(a, plane(0), tile);
+  if (segment.count == 1) {
+    if (is(0, 4, 0)) return JoinQuads<4, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 4, 1)) return JoinQuads<4, 1, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 0)) return JoinQuads<2, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 1)) return JoinQuads<2, 1, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 1, 0)) return JoinQuads<1, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+  }
+  if (segment.count == 2) {
+    const PlaneBlock second(a, plane(1), tile);
+    if (is(0, 2, 1) && is(1, 1, 0)) return JoinQuads<2, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
+    if (is(0, 1, 0) && is(1, 2, 1)) return JoinQuads<2, 1, 1, 0>(second, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 0) && is(1, 1, 2)) return JoinQuads<2, 0, 1, 2>(first, second, begin, end, codes, ahead, kTiles);
+    if (is(0, 2, 0) && is(1, 2, 2)) return JoinQuads<2, 0, 2, 2>(first, second, begin, end, codes, ahead, kTiles);
+    if (is(0, 4, 1) && is(1, 1, 0)) return JoinQuads<4, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
+    if (is(0, 4, 1) && is(1, 2, 5)) return JoinQuads<4, 1, 2, 5>(first, second, begin, end, codes, ahead, kTiles);
+  }
+  ahead.ask(end - begin);
+  for (int i = 0; i < segment.count; ++i) {
+    const PlaneBlock block(a, plane(i), tile);
+    if (plane(i).bits == 4) AddQuads<4>(block, begin, end, i > 0, codes, kTiles);
+    if (plane(i).bits == 2) AddQuads<2>(block, begin, end, i > 0, codes, kTiles);
+    if (plane(i).bits == 1) AddQuads<1>(block, begin, end, i > 0, codes, kTiles);
+  }
+}
+
+// Codes of fewer than 4 row tiles, plane by plane.
+inline void UnpackPlanes(const Cover& cover, std::uint64_t direct, int tile, int tiles, std::uint8_t* codes) {
   const CodeProduct& a = cover.a;
   const int quad_bytes = tiles * kGroupBytes;
+  std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
   for (int i = 0; i < a.count; ++i) {
     if ((direct >> i & 1) != 0) continue;
     const CodePlane& plane = a.planes[i];
-    // The first plane over a quad stores, later ones add; a plane that is both adds to zeros.
-    const bool add = cover.covered(i, cover.first(i), cover.end(i));
-    for (int quad = cover.first(i); add && quad < cover.end(i); ++quad) {
-      if (!cover.covered(i, quad, quad + 1)) {
-        std::memset(codes + std::ptrdiff_t{quad} * quad_bytes, 0, static_cast<std::size_t>(quad_bytes));
-      }
-    }
     for (int t = tile; t < tile + tiles;) {
       const int block = block_tiles(plane.bits, row_tiles(a.rows) - t);
       UnpackRowBlock({plane.plane + block_offset(plane.bits, a.rows, plane.depth, t), quads(plane.depth), plane.shift,
                       codes + std::ptrdiff_t{cover.first(i)} * quad_bytes + (t - tile) * kGroupBytes, quad_bytes},
-                     plane.bits, block, add);
+                     plane.bits, block);
       t += block;
     }
+  }
+}
+
+// Codes of `tiles` row tiles from tile `tile` on, [quad][tile][16 lanes][4], all planes joined but those in `direct`,
+// which are alone. Quads without a plane are 0, or left as they are when `direct` has planes.
+inline void UnpackTiles(const Cover& cover, const Segments& segments, std::uint64_t direct, int tile, int tiles,
+                        std::uint8_t* codes, Asker& ahead) {
+  if (tiles < 4) {
+    ahead.ask(quads(cover.a.x_depth));
+    return UnpackPlanes(cover, direct, tile, tiles, codes);
+  }
+  for (int i = 0; i < segments.count; ++i) {
+    if (direct == 0 || segments.list[i].count > 0) JoinSegment(cover.a, segments.list[i], tile, codes, ahead);
   }
 }
 

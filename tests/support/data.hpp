@@ -168,6 +168,12 @@ inline std::vector<float> random_queries(std::int64_t rows, int heads, int dim, 
 inline std::vector<tiles::Kernels> kernel_sets() {
   return tiles::all_kernels();
 }
+// With the surroundings of matrix products, which few CPUs have.
+inline std::vector<tiles::Kernels> product_sets() {
+  std::vector<tiles::Kernels> sets = kernel_sets();
+  sets.push_back(tiles::emulated_matrix_kernels());
+  return sets;
+}
 inline std::string kernel_set_name(const ::testing::TestParamInfo<tiles::Kernels>& info) {
   return info.param.name;
 }

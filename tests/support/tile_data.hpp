@@ -74,7 +74,7 @@ inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, in
   const auto n = static_cast<std::size_t>(vectors);
   PackedX x{std::vector<std::int32_t>(tiles::packed_words(depth, vectors), 0x7E7E7E7E), std::vector<float>(n),
             std::vector<float>(n, 10.0F)};
-  const std::vector<float> mids(static_cast<std::size_t>(base::round_up(depth, 32)), mid);
+  const std::vector<float> mids(static_cast<std::size_t>(base::round_up(depth, tiles::kDepthPad)), mid);
   const std::vector<float> mins(static_cast<std::size_t>(depth), 1.0F);
   tiles::PackArgs args;
   args.v = v.data();

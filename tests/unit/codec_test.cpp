@@ -153,6 +153,49 @@ TEST_P(Codec, DotEqualsFp64) {
   }
 }
 
+// min and step of a page's grid, ends in every type, with a last part shorter than a register.
+TEST_P(Codec, GridsEqualTheFormula) {
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    for (const int n : {1, 7, 16, 37, 128}) {
+      const auto count = static_cast<std::size_t>(n);
+      const std::vector<std::byte> low = testing::as_type(testing::random_floats(count, 1), type);
+      const std::vector<std::byte> high = testing::as_type(testing::random_floats(count, 2), type);
+      std::vector<float> levels(count), min(count + 1, 9.0F), step(count + 1, 9.0F);
+      for (int i = 0; i < n; ++i) levels[static_cast<std::size_t>(i)] = static_cast<float>(1 + i % 126);
+      set.load_grid(low.data(), high.data(), type, levels.data(), n, min.data(), step.data());
+      for (int i = 0; i < n; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        const float from = base::load_float(low.data(), type, i);
+        ASSERT_EQ(min[at], from);
+        ASSERT_EQ(step[at], tiles::grid_step(from, base::load_float(high.data(), type, i), 1 + i % 126))
+            << n << " " << i;
+      }
+      ASSERT_EQ(min[count], 9.0F);
+      ASSERT_EQ(step[count], 9.0F);
+    }
+  }
+}
+
+TEST_P(Codec, LanesAreGatheredInOrder) {
+  const std::vector<float> lanes = testing::random_floats(300 * 4, 3);
+  for (const int n : {1, 4, 30, 128, 300}) {
+    std::vector<std::uint16_t> order;
+    for (int i = 0; i < n; ++i) order.push_back(static_cast<std::uint16_t>(i * 7 % 300));
+    for (int vectors = 1; vectors <= 4; ++vectors) {
+      std::vector<float> to(static_cast<std::size_t>(4 * 304), 9.0F);
+      set.gather_lanes(lanes.data(), order.data(), n, vectors, to.data(), 304);
+      for (int v = 0; v < 4; ++v) {
+        for (int i = 0; i < 304; ++i) {
+          const bool written = v < vectors && i < n;
+          const float expected =
+              written ? lanes[static_cast<std::size_t>(4 * order[static_cast<std::size_t>(i)] + v)] : 9.0F;
+          ASSERT_EQ(to[static_cast<std::size_t>(v * 304 + i)], expected) << n << " " << v << " " << i;
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(EveryKernelSet, Codec, ::testing::ValuesIn(testing::kernel_sets()), testing::kernel_set_name);
 
 }  // namespace

@@ -89,6 +89,30 @@ TEST_P(Product, CodesEqualIntegersForEveryVectorCount) {
   }
 }
 
+// Blocks of prompt rows, and what is left over of 4, 8 and 16 vectors.
+TEST_P(Product, ManyVectorsEqualIntegers) {
+  for (const int vectors : {8, 9, 15, 16, 17, 31, 40, 96}) {
+    for (const auto& [rows, depth] : {std::pair{64, 64}, std::pair{112, 44}, std::pair{128, 320}}) {
+      const Codes codes = testing::random_codes(rows, depth, 4, static_cast<std::uint32_t>(vectors));
+      for (const bool wide : {true, false}) {
+        check_product(set, codes, 4, random_integers(vectors, depth, wide, 6), vectors, wide);
+      }
+    }
+  }
+}
+
+// Inside and outside of a scope, which some sets need for speed only; scopes may be nested.
+TEST_P(Product, ScopesChangeNothing) {
+  const Codes codes = testing::random_codes(64, 64, 2, 1);
+  const tiles::ProductScope outer(set);
+  check_product(set, codes, 2, random_integers(5, 64, true, 2), 5, true);
+  {
+    const tiles::ProductScope inner(set);
+    check_product(set, codes, 2, random_integers(5, 64, true, 2), 5, true);
+  }
+  check_product(set, codes, 2, random_integers(5, 64, true, 2), 5, true);
+}
+
 // Saturation and overflow: the largest codes and x of the longest depth there is.
 TEST_P(Product, LargestSumsAreExact) {
   for (const int bits : {1, 2, 4}) {
@@ -392,7 +416,7 @@ TEST_P(Product, RowsEqualFp64) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryKernelSet, Product, ::testing::ValuesIn(testing::kernel_sets()),
+INSTANTIATE_TEST_SUITE_P(EveryKernelSet, Product, ::testing::ValuesIn(testing::product_sets()),
                          testing::kernel_set_name);
 
 }  // namespace
