@@ -2,7 +2,7 @@
 """Plots KL divergence against bits per value from `kvant compare --json`, one curve per method, stock types as points.
 
 Rows of 16 bits are left out, but for `f16`, kvant's control, which is a line: what any change of arithmetic costs. Rows of fewer chunks of
-text than most are drawn hollow.
+text than most are drawn hollow. A row's "label" stands for its recipe where that is long.
 
 usage: tools/plot_quality.py RESULTS.json -o PICTURE.svg [--title TEXT]   (.svg or .png; needs matplotlib)
 """
@@ -25,7 +25,7 @@ def family(row):
 
 
 def plot(rows, title):
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 7), layout="constrained")
     families = {}
     chunks = statistics.median_high(row["run"]["chunks"] for row in rows)
     for row in rows:
@@ -43,7 +43,7 @@ def plot(rows, title):
         for row in members:
             fill = "white" if row["run"]["chunks"] < chunks else curve.get_color()
             axes.plot(row["bits_asymptotic"], row["kld"], marker="o", color=curve.get_color(), markerfacecolor=fill)
-            axes.annotate(row["recipe"].removeprefix("stock:"), (row["bits_asymptotic"], row["kld"]), fontsize=7,
+            axes.annotate(row.get("label", row["recipe"].removeprefix("stock:")), (row["bits_asymptotic"], row["kld"]), fontsize=7,
                           xytext=(4, 4), textcoords="offset points")
     axes.set_yscale("log")
     axes.set_xlabel("bits per value of sealed pages, everything counted")
