@@ -68,7 +68,10 @@ TEST(Recipe, EveryKeyIsReadInAnyOrder) {
   const Recipe kitty = parse_recipe("kitty:v=4,boost=0.125");
   EXPECT_EQ(std::get<KittyKeys>(kitty.key).boost, 0.125);
   EXPECT_EQ(std::get<KiviValues>(kitty.value).bits, 4);
-  EXPECT_EQ(to_text(parse_recipe("kitty")), "kitty:boost=0.25,selector=magnitude,v=2,sink=32,window=128,page=128,x=16");
+  EXPECT_EQ(to_text(parse_recipe("kitty")), "kitty:boost=0.25,v=2,sink=32,window=128,page=128,x=16");
+  EXPECT_EQ(parse_recipe("kitty:selector=magnitude"), parse_recipe("kitty"));
+  EXPECT_EQ(to_text(parse_recipe("kitty:selector=range")),
+            "kitty:boost=0.25,selector=range,v=2,sink=32,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("f16")), "f16");
   EXPECT_FALSE(parse_recipe("f16").quantizes());
   EXPECT_TRUE(kivi.quantizes());
@@ -79,7 +82,7 @@ TEST(Recipe, SidesCombineFreely) {
   EXPECT_EQ(std::get<KittyKeys>(recipe.key).boost, 0.125);
   EXPECT_EQ(recipe.sink, 4);
   // Keys and values that one method names have that method's text.
-  EXPECT_EQ(to_text(recipe), "kitty:boost=0.125,selector=magnitude,v=4,sink=4,window=128,page=128,x=16");
+  EXPECT_EQ(to_text(recipe), "kitty:boost=0.125,v=4,sink=4,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("v=kivi:3,k=kivi:2")), "kivi:k=2,v=3,sink=0,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("k=f16,v=f16")), "f16");
 }

@@ -83,7 +83,10 @@ KeySide keys() {
   side.bits = [](const KeyRecipe&) { return std::string(); };
   side.options_text = [](const KeyRecipe& part) {
     const auto& keys = std::get<KittyKeys>(part);
-    return "boost=" + number_text(keys.boost) + ",selector=" + std::string(selector_text(keys.selector));
+    const std::string boost = "boost=" + number_text(keys.boost);
+    // The default is not said: recipes without it have the text that images have always had.
+    return keys.selector == Selector::magnitude ? boost
+                                                : boost + ",selector=" + std::string(selector_text(keys.selector));
   };
   side.validate = [](const KeyRecipe& part) { check_number("boost", std::get<KittyKeys>(part).boost, 0, 1); };
   side.tile = [](const KeyRecipe& part, TileSpec& spec) {

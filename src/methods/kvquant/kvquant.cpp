@@ -58,7 +58,7 @@ void check_options(const Options& options, const char* bits, const char* outlier
 
 template <typename Options>
 std::string options_text(const Options& options, const std::string& outliers, const std::string& qnorm) {
-  return outliers + "=" + number_text(options.outliers) + "," + qnorm + "=" + (options.qnorm ? "1" : "0");
+  return outliers + "=" + number_text(options.outliers) + (options.qnorm ? "," + qnorm + "=1" : "");
 }
 
 template <typename Options>
@@ -107,8 +107,8 @@ Method kvquant() {
   recipe.value = KvquantValues();
   recipe.sink = 1;
   return {"kvquant",
-          "KVQuant: non-uniform levels, two-sided outliers kept apart; calibrated with file= (kvant calibrate)",
-          recipe, keys(), values()};
+          "KVQuant: non-uniform levels, two-sided outliers kept apart; calibrated with file= (kvant calibrate)", recipe,
+          keys(), values()};
 }
 
 }  // namespace kvant::catalog
