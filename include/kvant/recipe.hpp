@@ -131,7 +131,8 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe: every option, in a fixed order. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm and vqnorm only where they are not
+// the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
