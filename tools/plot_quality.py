@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Plots KL divergence against bits per value from `kvant compare --json`, one curve per method, stock types as points.
 
-Rows of 16 bits are left out, but for `f16`, kvant's control, which is a line: what any change of arithmetic costs. Rows of fewer chunks of
-text than most are drawn hollow. A row's "label" stands for its recipe where that is long.
+Rows of 16 bits are left out, but for `f16`, kvant's control, which is a line: what any change of arithmetic costs. Rows
+of fewer chunks of text than most are drawn hollow. A row's "label" stands for its recipe where that is long.
 
 usage: tools/plot_quality.py RESULTS.json -o PICTURE.svg [--title TEXT]   (.svg or .png; needs matplotlib)
 """
@@ -43,8 +43,9 @@ def plot(rows, title):
         for row in members:
             fill = "white" if row["run"]["chunks"] < chunks else curve.get_color()
             axes.plot(row["bits_asymptotic"], row["kld"], marker="o", color=curve.get_color(), markerfacecolor=fill)
-            axes.annotate(row.get("label", row["recipe"].removeprefix("stock:")), (row["bits_asymptotic"], row["kld"]), fontsize=7,
-                          xytext=(4, 4), textcoords="offset points")
+            label = row.get("label", row["recipe"].removeprefix("stock:"))
+            axes.annotate(label, (row["bits_asymptotic"], row["kld"]), fontsize=7, xytext=(4, 4),
+                          textcoords="offset points")
     axes.set_yscale("log")
     axes.set_xlabel("bits per value of sealed pages, everything counted")
     axes.set_ylabel("mean KL divergence against an f16 cache")

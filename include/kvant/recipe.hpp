@@ -93,8 +93,8 @@ struct WaterfillValues {
 struct KvquantValues {
   static constexpr std::string_view method = "kvquant";
   int bits = 3;  // per code, 2..4
-  double outliers =
-      0.01;  // share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1
+  // Share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1.
+  double outliers = 0.01;
   bool qnorm = false;  // as in KvquantKeys
   bool operator==(const KvquantValues&) const = default;
 };
@@ -118,7 +118,7 @@ struct Recipe {
   int page = 128;    // tokens in a page: 32, 64, 128 or 256
   int x_bits = 16;   // precision of the queries and softmax weights in integer products: 8 or 16
   // kvquant: levels and key ranges from what `kvant calibrate` wrote (kvant/calibration.hpp).
-  std::string file;          // its path, up to 1024 characters without comma, semicolon and blank; empty: not calibrated
+  std::string file;  // its path, up to 1024 characters without comma, semicolon and blank; empty: not calibrated
   std::uint64_t digest = 0;  // calibration_digest of its contents: parse_recipe fills it in, and nothing else is taken
   int layer = -1;            // which of its layers this is; -1: not said yet, LayerRecipes::at does
 
@@ -131,8 +131,8 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm and vqnorm only where they are not
-// the default. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm and vqnorm only where they are
+// not the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a

@@ -1,9 +1,11 @@
-"""`kvant calibrate`: what it learns is what numpy learns from the recorded rows, and the file is held against the model."""
+"""`kvant calibrate`: what it learns is what numpy learns from the recorded rows; the file is held against the model."""
 
 import struct
+import subprocess
 
 import numpy as np
 import pytest
+from conftest import KVANT
 from gguf_file import gguf_bytes, llama
 from rows_file import as_weights, read_calibration, read_rows
 
@@ -14,10 +16,6 @@ SHORT = ("-c", 96, "--chunks", 1)
 @pytest.fixture(scope="module", name="learned")
 def calibrated(tmp_path_factory, model, text):
     """One short calibration of SmolLM2: (file, recorded rows)."""
-    import subprocess
-
-    from conftest import KVANT
-
     folder = tmp_path_factory.mktemp("calibration")
     file, rows = folder / "smol.kvcal", folder / "smol.rows"
     command = [KVANT, "calibrate", "-m", model, "-f", text, "-o", file, "--rows", rows, *SHORT]

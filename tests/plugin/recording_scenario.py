@@ -1,4 +1,4 @@
-"""Writes the states of one sequence, held by the host and by the plug-in, to files: arguments PLUGIN MODEL TEXT STOCK OURS."""
+"""Writes the state of a sequence, held by the host and by the plug-in, to files: PLUGIN MODEL TEXT STOCK OURS."""
 
 import sys
 
