@@ -12,5 +12,6 @@ void add_run(CLI::App& app, const std::vector<std::string>& program);
 void add_compare(CLI::App& app);
 void add_info(CLI::App& app);
 void add_tune(CLI::App& app);
+void add_calibrate(CLI::App& app);
 
 }  // namespace kvant::cli

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <memory>
 
+#include "cli/calibrations.hpp"
 #include "cli/commands.hpp"
 #include "cli/errors.hpp"
 
@@ -50,6 +51,9 @@ void execute(CompareOptions options) {
   check_inputs(options);
   if (options.threads == 0) options.threads = available_processors();
   const ModelShape model = read_model(options.model);
+  for (const RowSpec& spec : specs) {
+    if (spec.recipe) check_calibrations(*spec.recipe, model);
+  }
   const bool all_stock = std::all_of(specs.begin(), specs.end(), [](const RowSpec& spec) { return spec.stock(); });
   const TemporaryDir scratch;
   const int speed_steps = options.no_speed ? 0 : options.repeat * static_cast<int>(specs.size());

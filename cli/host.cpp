@@ -21,7 +21,7 @@ Command base_command(const Tool& tool, const std::vector<std::string>& arguments
 
 Command stock_command(const Tool& tool, const std::vector<std::string>& arguments) {
   Command command = base_command(tool, arguments);
-  for (const char* name : {"GGML_BACKEND_PATH", "KVANT_RECIPE", "KVANT_STATUS", "LLAMA_ARG_DEVICE"}) {
+  for (const char* name : {"GGML_BACKEND_PATH", "KVANT_RECIPE", "KVANT_RECORD", "KVANT_STATUS", "LLAMA_ARG_DEVICE"}) {
     command.environment[name] = std::nullopt;
   }
   return command;
@@ -33,8 +33,9 @@ Command plugin_command(const Tool& tool, const std::vector<std::string>& argumen
   command.environment["KVANT_RECIPE"] = settings.recipe;
   // Most programs look for back ends only when a device is named; llama-bench always does.
   command.environment["LLAMA_ARG_DEVICE"] = "KVANT0";
-  command.environment["KVANT_STATUS"] =
-      settings.status.empty() ? std::optional<std::string>() : std::optional<std::string>(settings.status);
+  const auto optional = [](const std::string& text) { return text.empty() ? std::nullopt : std::optional(text); };
+  command.environment["KVANT_RECORD"] = optional(settings.record);
+  command.environment["KVANT_STATUS"] = optional(settings.status);
   return command;
 }
 

@@ -65,6 +65,7 @@ int run(int argc, char** argv) {
   kvant::cli::add_compare(app);
   kvant::cli::add_info(app);
   kvant::cli::add_tune(app);
+  kvant::cli::add_calibrate(app);
   try {
     app.parse(std::move(arguments.own));
   } catch (const CLI::ParseError& error) {

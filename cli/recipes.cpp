@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <filesystem>
 #include <utility>
 
 #include "cli/errors.hpp"
@@ -121,6 +122,11 @@ RowSpec parse_row(const std::string& text) {
     RowSpec row;
     row.text = text;
     row.recipe = parse_layer_recipes(text);
+    // The programs that get the recipe may run in another directory.
+    for (LayerRecipes::Rule& rule : row.recipe->rules) {
+      std::string& file = rule.recipe.file;
+      if (!file.empty()) file = std::filesystem::absolute(file).string();
+    }
     return row;
   } catch (const Error& error) {
     throw CliError(Exit::usage, error.what());

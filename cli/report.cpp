@@ -59,6 +59,15 @@ std::vector<std::string> remarks(const CompareRow& row) {
       if (seen.insert(line).second) lines.push_back(std::move(line));
     }
   }
+  const auto layers = row.status.find("layers");
+  if (layers == row.status.end() || !layers->is_array()) return lines;
+  std::int64_t blind = 0;
+  for (const Json& layer : *layers) {
+    const std::string remark = layer.value("remark", "");
+    if (!remark.empty() && seen.insert(remark).second) lines.push_back("remark: " + remark);
+    blind += layer.value("blind_seals", std::int64_t{0});
+  }
+  if (blind > 0) lines.push_back(fmt::format("remark: {} pages were sealed before any query was seen", blind));
   return lines;
 }
 

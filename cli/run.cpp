@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "cli/calibrations.hpp"
 #include "cli/commands.hpp"
 #include "cli/errors.hpp"
 #include "cli/host.hpp"
@@ -20,19 +21,37 @@ struct RunOptions {
   std::string tools;
 };
 
-std::string recipe_text(const RunOptions& options) {
+// The file behind -m or --model, or that of the environment; empty when the program finds its model in another way.
+std::string model_of(const std::vector<std::string>& program) {
+  for (std::size_t i = 1; i + 1 < program.size(); ++i) {
+    if (program[i] == "-m" || program[i] == "--model") return program[i + 1];
+  }
+  const char* inherited = std::getenv("LLAMA_ARG_MODEL");
+  return inherited == nullptr ? "" : inherited;
+}
+
+void check_model(const LayerRecipes& recipes, const std::vector<std::string>& program) {
+  if (!has_calibration(recipes)) return;
+  const std::string model = model_of(program);
+  if (!model.empty()) return check_calibrations(recipes, read_model(model));
+  fmt::print(stderr, "kvant: the program names no model file (-m), so the calibration's model is not checked\n");
+}
+
+LayerRecipes find_recipe(const RunOptions& options) {
   const char* inherited = std::getenv("KVANT_RECIPE");
   std::string text = options.recipe;
   if (text.empty()) text = inherited == nullptr || *inherited == '\0' ? std::string(kDefaultRecipe) : inherited;
   const RowSpec row = parse_row(text);
   if (row.stock()) throw CliError(Exit::usage, fmt::format("'{}' needs no kvant: run the program itself", text));
-  return to_text(*row.recipe);
+  return *row.recipe;
 }
 
 void execute(const RunOptions& options, const std::vector<std::string>& program) {
   PluginSettings settings;
-  settings.recipe = recipe_text(options);
+  const LayerRecipes recipes = find_recipe(options);
+  settings.recipe = to_text(recipes);
   if (program.empty()) throw CliError(Exit::usage, "no program: kvant run [options] -- llama-server -m model.gguf ...");
+  check_model(recipes, program);
   settings.plugin = find_plugin(options.plugin);
   settings.status = options.status;
   // The program may change its working directory; "stderr" is a word of the plug-in, not a file.

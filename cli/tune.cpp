@@ -7,6 +7,7 @@
 #include <fstream>
 #include <memory>
 
+#include "cli/calibrations.hpp"
 #include "cli/commands.hpp"
 #include "cli/errors.hpp"
 #include "cli/table.hpp"
@@ -29,6 +30,11 @@ double values_of(const LayerShape& layer) {
 double bits_of(const LayerShape& layer, const Recipe& recipe) {
   const CacheShape shape{layer.kv_heads, layer.key_dim, layer.value_dim, DType::f16};
   return make_layout(recipe, shape).bits_per_value;
+}
+
+// Calibrated recipes differ from layer to layer.
+Recipe of_layer(const Recipe& recipe, std::size_t layer) {
+  return LayerRecipes{{{0, kAllLayers, recipe}}}.at(static_cast<int>(layer));
 }
 
 RowSpec row_of(const LayerRecipes& recipes) {
@@ -116,6 +122,7 @@ void execute(TuneOptions options) {
   const ModelShape model = read_model(options.model);
   if (model.layers.empty()) throw CliError(Exit::unsupported, fmt::format("{} has no KV cache", options.model));
   std::vector<Recipe> ladder = read_ladder(options);
+  for (const Recipe& recipe : ladder) check_calibrations({{{0, kAllLayers, recipe}}}, model);
   const RungCosts costs = rung_costs(model, ladder);
   const std::vector<int> uniform = best_uniform(costs, options.bits);
   if (options.threads == 0) options.threads = available_processors();
@@ -171,14 +178,17 @@ void add_options(CLI::App& app, TuneOptions& options) {
 RungCosts rung_costs(const ModelShape& model, std::vector<Recipe>& ladder) {
   const auto cost = [&](const Recipe& recipe) {
     double bits = 0;
-    for (const LayerShape& layer : model.layers) bits += bits_of(layer, recipe) * values_of(layer);
+    for (std::size_t i = 0; i < model.layers.size(); ++i) {
+      bits += bits_of(model.layers[i], of_layer(recipe, i)) * values_of(model.layers[i]);
+    }
     return bits;
   };
   std::sort(ladder.begin(), ladder.end(), [&](const Recipe& a, const Recipe& b) { return cost(a) < cost(b); });
   RungCosts costs;
-  for (const LayerShape& layer : model.layers) {
+  for (std::size_t i = 0; i < model.layers.size(); ++i) {
+    const LayerShape& layer = model.layers[i];
     std::vector<double> bits;
-    for (const Recipe& recipe : ladder) bits.push_back(bits_of(layer, recipe) * values_of(layer));
+    for (const Recipe& recipe : ladder) bits.push_back(bits_of(layer, of_layer(recipe, i)) * values_of(layer));
     costs.layer_bits.push_back(std::move(bits));
     costs.values += values_of(layer);
   }

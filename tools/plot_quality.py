@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Plots KL divergence against bits per value from `kvant compare --json`, one curve per method, stock types as points.
 
+Rows of 16 bits are left out, but for `f16`, kvant's control, which is a line: what any change of arithmetic costs. Rows
+of fewer chunks of text than most are drawn hollow. A row's "label" stands for its recipe where that is long.
+
 usage: tools/plot_quality.py RESULTS.json -o PICTURE.svg [--title TEXT]   (.svg or .png; needs matplotlib)
 """
 
 import argparse
 import json
 import pathlib
+import statistics
 
 import matplotlib
 
@@ -21,19 +25,27 @@ def family(row):
 
 
 def plot(rows, title):
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 7), layout="constrained")
     families = {}
+    chunks = statistics.median_high(row["run"]["chunks"] for row in rows)
     for row in rows:
-        if row["kld"] > 0:
+        if row["recipe"] == "f16":
+            axes.axhline(row["kld"], color="gray", linestyle="--", label="f16 through kvant: any change of arithmetic")
+        elif row["kld"] > 0 and row["bits_asymptotic"] < 16:
             families.setdefault(family(row), []).append(row)
     for name, members in sorted(families.items()):
-        members.sort(key=lambda row: row["bits_asymptotic"])
+        # The curve goes through the best row of each number of bits.
+        best = {}
+        for row in sorted(members, key=lambda row: (row["bits_asymptotic"], row["kld"])):
+            best.setdefault(row["bits_asymptotic"], row["kld"])
         line = "none" if name == "stock llama.cpp" else "-"
-        bits = [row["bits_asymptotic"] for row in members]
-        axes.plot(bits, [row["kld"] for row in members], marker="o", linestyle=line, label=name)
+        (curve,) = axes.plot(best.keys(), best.values(), marker="o", linestyle=line, label=name)
         for row in members:
-            axes.annotate(row["recipe"].removeprefix("stock:"), (row["bits_asymptotic"], row["kld"]), fontsize=7,
-                          xytext=(4, 4), textcoords="offset points")
+            fill = "white" if row["run"]["chunks"] < chunks else curve.get_color()
+            axes.plot(row["bits_asymptotic"], row["kld"], marker="o", color=curve.get_color(), markerfacecolor=fill)
+            label = row.get("label", row["recipe"].removeprefix("stock:"))
+            axes.annotate(label, (row["bits_asymptotic"], row["kld"]), fontsize=7, xytext=(4, 4),
+                          textcoords="offset points")
     axes.set_yscale("log")
     axes.set_xlabel("bits per value of sealed pages, everything counted")
     axes.set_ylabel("mean KL divergence against an f16 cache")

@@ -3,6 +3,7 @@
 
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
+#include "kvant/calibration.hpp"
 #include "kvant/error.hpp"
 #include "kvant/layout.hpp"
 #include "kvant/page_store.hpp"

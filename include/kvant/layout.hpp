@@ -59,6 +59,11 @@ struct TileLayout {
   int rotation = 1;  // rows are stored Hadamard-rotated in blocks of this many, divided by it; 1: as they are
   // What the codes stand for, [16], on a grid of 254 steps from min to max; empty: codes are steps of the grid.
   std::vector<std::uint8_t> table;
+  // The same for the choice of codes alone, where the two differ (Q-Norm); empty: `table`.
+  std::vector<std::uint8_t> coding_table;
+  // Key channels with ranges given beforehand, [kv_heads][channels]; empty: each page has its own.
+  std::vector<float> range_min;
+  std::vector<float> range_max;
   OutlierLayout outliers;
   // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
   bool channel_factors = false;

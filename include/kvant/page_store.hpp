@@ -40,8 +40,9 @@ struct StoreCounts {
   std::int64_t sealed_pages = 0;
   std::int64_t open_pages = 0;
   std::int64_t seals = 0;  // times a page was encoded since creation
-  std::int64_t blind_seals =
-      0;                     // of the seals: salient tokens by key norm because no query that sees the page was kept
+  // Of the seals: pages of recipes that weigh channels or tokens by queries, encoded without any. Channels are then
+  // weighed by their ranges alone, salient tokens told by key norm.
+  std::int64_t blind_seals = 0;
   std::int64_t reopens = 0;  // times a sealed page was decoded back because a cell in it was written
 };
 
@@ -74,13 +75,13 @@ class PageStore {
   // Reads the cells as stored (decoded where sealed); unwritten cells read as zeros. out: [cells, kv_heads, dim].
   void read(Side side, std::span<const std::int64_t> cells, const View& out) const;
 
-  // Tells a store whose recipe weighs key channels (waterfill) or tokens (zipcache) by the queries what those of the
-  // tokens in `cells` are: queries [cells.size(), query_heads, key_dim], query_heads a multiple of kv_heads; call it
-  // after the tokens are written and before seal_ready. A page is encoded with the statistics of all queries up to its
-  // own last token; queries of cells that are in no open page count from now on. With `cells` empty, so do all of them,
-  // however many rows there are. zipcache keeps some as probes of the pages they can see, which are decided with
-  // queries up to recipe.window tokens behind the page. Ignored by other recipes. Throws Error(invalid_argument |
-  // out_of_range | not_finite); then nothing was counted.
+  // Tells a store whose recipe weighs key channels (waterfill, kitty:selector=query) or tokens (zipcache) by the
+  // queries what those of the tokens in `cells` are: queries [cells.size(), query_heads, key_dim], query_heads a
+  // multiple of kv_heads; call it after the tokens are written and before seal_ready. A page is encoded with the
+  // statistics of all queries up to its own last token; queries of cells that are in no open page count from now on.
+  // With `cells` empty, so do all of them, however many rows there are. zipcache keeps some as probes of the pages they
+  // can see, which are decided with queries up to recipe.window tokens behind the page. Ignored by other recipes.
+  // Throws Error(invalid_argument | out_of_range | not_finite); then nothing was counted.
   void observe(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores = {});
   // True when the recipe makes use of queries.
   bool weighs_queries() const;

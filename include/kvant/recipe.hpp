@@ -5,10 +5,10 @@
 //   kivi:k=4,v=4,sink=0,window=128             one method for keys and values (its folder: src/methods/kivi)
 //   kitty:boost=0.25,v=2,sink=32,window=128    Kitty's boosted keys with KIVI's values
 //   waterfill:k=2.5,v=2,sink=4                 widths per key channel and page, rotated values (src/methods/waterfill)
-//   kvquant:k=3,v=3,outliers=0.01              levels of a normal distribution and outliers kept apart
-//   (src/methods/kvquant) zipcache:salient=0.6,high=4,low=2          salient tokens of a page wider than the others
-//   (src/methods/zipcache) k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS,
-//   then options layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
+//   kvquant:k=3,v=3,outliers=0.01              levels from a table, outliers kept apart (src/methods/kvquant)
+//   zipcache:salient=0.6,high=4,low=2          salient tokens of a page wider than the others (src/methods/zipcache)
+//   k=kitty,v=kivi:4,boost=0.125,sink=4        any keys with any values: METHOD or METHOD:BITS, then options
+//   layers=0-1:kivi:k=8,*:kitty                another recipe per layer (LayerRecipes)
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,13 @@ struct KiviKeys {
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviKeys&) const = default;
 };
+// What ranks the channels of a page: mean |k|, variance, max - min, or max - min times the rms of the queries so far.
+enum class Selector : std::uint8_t { magnitude, variance, range, query };
+
 struct KittyKeys {
   static constexpr std::string_view method = "kitty";
   double boost = 0.25;  // share of the channels stored with 4 bits instead of 2, 0..1
+  Selector selector = Selector::magnitude;
   bool operator==(const KittyKeys&) const = default;
 };
 // How the uniform grid of a row is found: from its smallest to its largest value, or fitted to its codes.
@@ -50,6 +54,7 @@ struct KvquantKeys {
   static constexpr std::string_view method = "kvquant";
   int bits = 3;            // per code, 2..4
   double outliers = 0.01;  // share of each channel's values in a page that are kept beside the codes, 0..0.1
+  bool qnorm = false;      // levels moved so that coded values keep their mean and deviation; needs Recipe::file
   bool operator==(const KvquantKeys&) const = default;
 };
 
@@ -88,8 +93,9 @@ struct WaterfillValues {
 struct KvquantValues {
   static constexpr std::string_view method = "kvquant";
   int bits = 3;  // per code, 2..4
-  double outliers =
-      0.01;  // share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1
+  // Share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1.
+  double outliers = 0.01;
+  bool qnorm = false;  // as in KvquantKeys
   bool operator==(const KvquantValues&) const = default;
 };
 
@@ -111,6 +117,10 @@ struct Recipe {
   int window = 128;  // a page is sealed once this many newer tokens exist, 0..65536
   int page = 128;    // tokens in a page: 32, 64, 128 or 256
   int x_bits = 16;   // precision of the queries and softmax weights in integer products: 8 or 16
+  // kvquant: levels and key ranges from what `kvant calibrate` wrote (kvant/calibration.hpp).
+  std::string file;  // its path, up to 1024 characters without comma, semicolon and blank; empty: not calibrated
+  std::uint64_t digest = 0;  // calibration_digest of its contents: parse_recipe fills it in, and nothing else is taken
+  int layer = -1;            // which of its layers this is; -1: not said yet, LayerRecipes::at does
 
   bool operator==(const Recipe&) const = default;
 
@@ -121,14 +131,16 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe: every option, in a fixed order. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm and vqnorm only where they are
+// not the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
 // quantizing side, zipcache with two sets of salient tokens); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
 
-// What a status says about a recipe beside its text, or "": that kvquant runs without calibration.
+// What a status says about a recipe beside its text, or "": where the levels of kvquant come from, what kitty does
+// without queries.
 std::string remark(const Recipe& recipe);
 
 // A recipe per layer: the first rule whose range holds the layer counts.
@@ -142,8 +154,9 @@ struct LayerRecipes {
   std::vector<Rule> rules;
 
   bool operator==(const LayerRecipes&) const = default;
-  // Throws Error(out_of_range) when no rule holds the layer, which cannot happen after parsing.
-  const Recipe& at(int layer) const;
+  // The layer's recipe, with Recipe::layer set where it has a calibration file and does not say. Throws
+  // Error(out_of_range) when no rule holds the layer, which cannot happen after parsing.
+  Recipe at(int layer) const;
 };
 
 // Parses "layers=RANGE:RECIPE,...", where RANGE is N, N-M or *, and the last one is *; any recipe alone means *.

@@ -38,8 +38,14 @@ LayerRecipes parse_recipe_variable(const std::string& text) {
 const Config& load_config() {
   if (loaded) return *loaded;
   auto read = std::make_unique<Config>();
-  read->recipes = parse_recipe_variable(environment("KVANT_RECIPE", kDefaultRecipe.data()));
+  read->record = environment("KVANT_RECORD", "");
+  read->recipes =
+      parse_recipe_variable(environment("KVANT_RECIPE", read->record.empty() ? kDefaultRecipe.data() : "f16"));
   read->recipe_text = to_text(read->recipes);
+  if (!read->record.empty() && read->recipe_text != "f16") {
+    throw std::runtime_error("KVANT_RECORD needs rows that nothing has changed: KVANT_RECIPE must be f16, not '" +
+                             read->recipe_text + "'");
+  }
   read->status = environment("KVANT_STATUS", "");
   read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));
   // Also reports a bad KVANT_KERNEL here instead of in the middle of a computation.

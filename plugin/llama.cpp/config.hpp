@@ -1,4 +1,4 @@
-// What the environment asks for: KVANT_RECIPE, KVANT_STATUS and KVANT_DEVICE_TYPE.
+// What the environment asks for: KVANT_RECIPE, KVANT_RECORD, KVANT_STATUS and KVANT_DEVICE_TYPE.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ namespace kvant::llama {
 struct Config {
   LayerRecipes recipes;
   std::string recipe_text;        // canonical
+  std::string record;             // empty: none; or a file for the rows of keys and values, which are kept as f16
   std::string status;             // empty: none; "stderr"; or the path of a file
   std::int32_t device_type = -1;  // an abi::DeviceType
 };

@@ -5,6 +5,7 @@
 #include "engine.hpp"
 #include "host.hpp"
 #include "kvant/error.hpp"
+#include "record.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {
@@ -127,6 +128,8 @@ bool Engine::set_rows(const abi::Tensor& node, const CacheRef& target) {
                          {rows.ne[1], target.layer->heads().kv_heads, dim},
                          {in_elements(rows.nb[1], DType::f32), dim, 1}};
   target.layer->write(target.side, cells, values, positions);
+  record_rows(target.layer->index(), target.side, target.layer->heads().kv_heads, dim, cells,
+              static_cast<const float*>(rows.data), values.stride[0]);
   written(target);
   return true;
 }

@@ -1,11 +1,13 @@
 // Sealing pages: rows to planes and endpoints.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <optional>
 
+#include "base/half.hpp"
 #include "cache/grid.hpp"
 #include "cache/outliers.hpp"
 #include "cache/page.hpp"
@@ -125,8 +127,8 @@ class AnyCoder {
   }
 
   // Codes of even width lie one bit up where bit 0 is that of the odd ones.
-  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes) {
-    if (table_) return table_->code(x, n, codes);
+  Endpoints code(const float* x, int n, int levels, std::uint8_t* codes, Endpoints given = {}) {
+    if (table_) return table_->code(x, n, codes, given);
     const int shift = std::countr_zero(static_cast<unsigned>(levels));
     const Endpoints endpoints = uniform_.code(x, n, levels >> shift, codes);
     for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
@@ -145,6 +147,20 @@ class AnyCoder {
   std::optional<TableCoder> table_;
 };
 
+// The calibrated range of a key channel in the cache's type, as all endpoints are; empty where there is none.
+Endpoints given_range(DType dtype, const TileView& view, int channel) {
+  const TileLayout& tile = *view.tile;
+  if (tile.range_min.empty()) return {};
+  const auto at = static_cast<std::size_t>(view.head * tile.depth + channel);
+  const float limit = base::largest_stored(dtype);
+  const auto stored = [&](float x) {
+    std::array<std::byte, sizeof(float)> bytes{};
+    base::store_float(bytes.data(), dtype, 0, std::clamp(x, -limit, limit));
+    return base::load_float(bytes.data(), dtype, 0) + 0.0F;  // no minus zero
+  };
+  return {stored(tile.range_min[at]), stored(tile.range_max[at])};
+}
+
 void code_keys(DType dtype, const TileView& view, const KeyRows& rows, std::byte* head_block) {
   const TileLayout& tile = *view.tile;
   const auto depth = static_cast<std::size_t>(tile.depth);
@@ -159,7 +175,8 @@ void code_keys(DType dtype, const TileView& view, const KeyRows& rows, std::byte
   const bool whole = rows.count() == tile.rows;
   for (int i = 0; i < tile.depth && rows.count() > 0; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data());
+    endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data(),
+                               given_range(dtype, view, order[at]));
     if (tile.outliers.per_end > 0) {
       std::vector<TableCoder::Outlier> outliers = coder.outliers();
       for (TableCoder::Outlier& outlier : outliers) outlier.index = rows.kept[static_cast<std::size_t>(outlier.index)];

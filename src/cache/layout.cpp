@@ -60,6 +60,9 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   tile.low = spec.low;
   tile.high = spec.high;
   tile.table = spec.table;
+  tile.coding_table = spec.coding_table;
+  tile.range_min = spec.range_min;
+  tile.range_max = spec.range_max;
   tile.budget = spec.budget;
   tile.plane_offset = offset;
   offset =
@@ -112,9 +115,12 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     layout.bits_per_value = 8.0 * static_cast<double>(size_of(shape.dtype));
     return layout;
   }
+  catalog::TileSpec keys = catalog::key_tile(recipe, shape.key_dim);
+  catalog::TileSpec values = catalog::value_tile(recipe, shape.value_dim);
+  catalog::calibrate(recipe, shape, keys, values);
   std::size_t shared = 0;  // from the end of the heads' blocks
-  const std::size_t key_end = place_keys(catalog::key_tile(recipe, shape.key_dim), shape, shared, layout);
-  layout.head_bytes = place(catalog::value_tile(recipe, shape.value_dim), shape, key_end, shared, layout.value);
+  const std::size_t key_end = place_keys(std::move(keys), shape, shared, layout);
+  layout.head_bytes = place(values, shape, key_end, shared, layout.value);
   layout.salient = catalog::salient_tokens(recipe);
   if (layout.salient > 0) {
     layout.tokens_offset = layout.head_bytes;

@@ -42,9 +42,10 @@ int middle_code(const TileLayout& tile) {
 TableCoder::TableCoder(const TileLayout& tile, bool ends)
     : per_end_(tile.outliers.per_end), middle_(ends ? -1 : middle_code(tile)) {
   const int levels = level_count(tile);
+  const std::vector<std::uint8_t>& table = tile.coding_table.empty() ? tile.table : tile.coding_table;
   int code = 0;
   for (int step = 0; step <= kTableSteps; ++step) {
-    const auto distance = [&](int c) { return std::abs(step - tile.table[static_cast<std::size_t>(c)]); };
+    const auto distance = [&](int c) { return std::abs(step - table[static_cast<std::size_t>(c)]); };
     while (code + 1 < levels && distance(code + 1) <= distance(code)) ++code;
     nearest_[static_cast<std::size_t>(step)] = static_cast<std::uint8_t>(code);
   }
@@ -67,8 +68,19 @@ Endpoints TableCoder::inner_range(const float* x, int n) {
   return {smallest_.back() + 0.0F, largest_.back() + 0.0F};  // no minus zero: a decoded one would be plus zero
 }
 
-Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes) {
-  const Endpoints range = inner_range(x, n);
+void TableCoder::keep_farthest(Endpoints range) {
+  const auto most = static_cast<std::size_t>(2 * per_end_);
+  if (outliers_.size() <= most) return;
+  const auto distance = [&](const Outlier& o) { return std::max(range.min - o.value, o.value - range.max); };
+  std::stable_sort(outliers_.begin(), outliers_.end(),
+                   [&](const Outlier& a, const Outlier& b) { return distance(a) > distance(b); });
+  outliers_.resize(most);
+  std::sort(outliers_.begin(), outliers_.end(), [](const Outlier& a, const Outlier& b) { return a.index < b.index; });
+}
+
+Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes, Endpoints given) {
+  const bool fixed = given.max > given.min;
+  const Endpoints range = fixed ? given : inner_range(x, n);
   tiles::kernels().quantize(x, n, range.min, tiles::grid_step(range.min, range.max, kTableSteps), kTableSteps, codes);
   outliers_.clear();
   for (int i = 0; i < n; ++i) {
@@ -77,6 +89,7 @@ Endpoints TableCoder::code(const float* x, int n, std::uint8_t* codes) {
     outliers_.push_back({i, x[i]});
     if (middle_ >= 0) codes[i] = static_cast<std::uint8_t>(middle_);
   }
+  if (fixed) keep_farthest(range);
   return range;
 }
 

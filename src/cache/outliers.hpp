@@ -20,7 +20,9 @@ class TableCoder {
 
   // Writes the codes of x[0..n), n >= 1, and returns the range. A value goes to the level next to it on the grid of
   // kTableSteps steps, the upper one of two.
-  Endpoints code(const float* x, int n, std::uint8_t* codes);
+  // Where `given` is not empty, it is the range: of the values beyond it only the 2 * per_end farthest are outliers then
+  // (ties: the lower index), the others get the code of their end.
+  Endpoints code(const float* x, int n, std::uint8_t* codes, Endpoints given = {});
 
   struct Outlier {
     int index = 0;
@@ -31,6 +33,7 @@ class TableCoder {
 
  private:
   Endpoints inner_range(const float* x, int n);
+  void keep_farthest(Endpoints range);
 
   int per_end_;
   int middle_;  // code of outliers; negative: the end's

@@ -185,6 +185,9 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     if (layout.salient > 0 && order_tokens(number, left_out, threads, sealed.back()->block.get())) ++counts.blind_seals;
   }
   const std::vector<std::vector<double>> sums = sums_at(ready);
+  if (!query_sums.empty()) {
+    counts.blind_seals += std::count_if(sums.begin(), sums.end(), [](const auto& seen) { return seen.empty(); });
+  }
   // Values that share a grid are one item for all heads.
   const int value_items = layout.value.shared_grid ? 1 : shape.kv_heads;
   const std::int64_t per_page = shape.kv_heads + value_items;
@@ -325,6 +328,8 @@ StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
   bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
                  impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
+  const TileLayout& key = impl_->layout.key;
+  bytes.tables += (key.range_min.capacity() + key.range_max.capacity()) * sizeof(float);
   if (impl_->probes) bytes.tables += impl_->probes->bytes();
   for (const Page& page : impl_->pages) {
     if (page.clocks) bytes.tables += static_cast<std::size_t>(impl_->tokens()) * sizeof(std::int64_t);

@@ -51,9 +51,12 @@ LayerRecipes::Rule parse_rule(std::string_view text) {
 
 }  // namespace
 
-const Recipe& LayerRecipes::at(int layer) const {
+Recipe LayerRecipes::at(int layer) const {
   for (const Rule& rule : rules) {
-    if (rule.first <= layer && layer <= rule.last) return rule.recipe;
+    if (layer < rule.first || layer > rule.last) continue;
+    Recipe recipe = rule.recipe;
+    if (!recipe.file.empty() && recipe.layer < 0) recipe.layer = layer;
+    return recipe;
   }
   base::fail(ErrorCode::out_of_range, "layer " + std::to_string(layer) + " has no recipe");
 }

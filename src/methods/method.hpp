@@ -39,6 +39,9 @@ struct TileSpec {
   int salient = 0;  // given: the first places of a page, those of its salient tokens; 0 where tokens lie in cell order
   std::vector<PlaneSpec> rest_planes;  // keys: planes of the other tokens, which then are a tile of their own
   bool channel_factors = false;        // values: channels are divided by the root of their largest magnitude
+  std::vector<std::uint8_t> coding_table;  // TileLayout::coding_table
+  std::vector<float> range_min;            // keys with calibrated ranges: [kv_heads][channels]
+  std::vector<float> range_max;
 };
 
 // How a method tells the tokens of a page apart.
@@ -72,8 +75,8 @@ struct Side {
   std::string (*bits)(const Part& part) = nullptr;     // "4", or "" where the method has no such option
   std::string (*options_text)(const Part&) = nullptr;  // the other options, "boost=0.25"
   void (*validate)(const Part& part) = nullptr;
-  std::string (*remark)(const Part& part) = nullptr;    // null: nothing to say
   TokenClasses (*classes)(const Part& part) = nullptr;  // null: all tokens of a page are alike
+  bool calibrated = false;                              // its levels may come from a calibration file
 };
 
 struct KeySide : Side<KeyRecipe> {
@@ -82,6 +85,7 @@ struct KeySide : Side<KeyRecipe> {
   void (*tile)(const KeyRecipe& keys, TileSpec& spec) = nullptr;
   // Sorted tiles: the width of each channel of a page, whatever the tile's planes or budget allow.
   void (*choose_widths)(const KeyRecipe& keys, const KeyPage& page, std::uint8_t* widths) = nullptr;
+  std::string (*remark)(const KeyRecipe& keys) = nullptr;  // for the status; null: nothing to say
   // True when choose_widths wants the statistics of the queries; null: never.
   bool (*uses_queries)(const KeyRecipe& keys) = nullptr;
 };
@@ -113,6 +117,20 @@ bool uses_queries(const Recipe& recipe);
 std::optional<TokenClasses> token_classes(const Recipe& recipe);
 // Salient tokens of a page: the rounded share, at least one and not all; 0 without classes.
 int salient_tokens(const Recipe& recipe);
+
+// ---- calibration files (src/methods/kvquant/calibrated.cpp)
+
+// True when a side of the recipe takes its levels from a file where there is one.
+bool may_be_calibrated(const Recipe& recipe);
+// Fills in the digest of the recipe's file where it is not given.
+void find_digest(Recipe& recipe);
+// Throws Error(invalid_argument) unless the file can be read, has the digest, and belongs to a side that uses it.
+void check_file(const Recipe& recipe);
+// Puts the levels and ranges of the recipe's layer into the tiles. Throws Error(invalid_argument) when the file is of
+// another geometry or another share of outliers, or the layer is not said.
+void calibrate(const Recipe& recipe, const CacheShape& shape, TileSpec& keys, TileSpec& values);
+// How the levels of a recipe with tables came about; "" for others.
+std::string describe_levels(const Recipe& recipe);
 
 // The side of the method that a part belongs to.
 const KeySide& side_of(const KeyRecipe& keys);

@@ -2,6 +2,7 @@
 #include "kvant/recipe.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <utility>
 
 #include "base/checked.hpp"
@@ -13,6 +14,7 @@ namespace {
 using catalog::bad_value;
 using Option = std::pair<std::string_view, std::string_view>;
 
+constexpr std::size_t kDigestDigits = 16;
 const std::vector<std::string> kCommon = {"sink", "window", "page", "x"};
 
 std::string join(const std::vector<std::string>& names) {
@@ -49,7 +51,37 @@ std::vector<std::string> keys_of(const Recipe& recipe) {
     if (std::find(keys.begin(), keys.end(), name) == keys.end()) keys.push_back(name);
   }
   if (recipe.quantizes()) keys.insert(keys.end(), kCommon.begin(), kCommon.end());
+  if (catalog::may_be_calibrated(recipe)) keys.insert(keys.end(), {"file", "digest", "layer"});
   return keys;
+}
+
+std::uint64_t read_digest(std::string_view value) {
+  std::uint64_t digest = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), digest, 16);
+  if (value.size() != kDigestDigits || error != std::errc() || end != value.data() + value.size()) {
+    bad_value("digest", value, "16 hexadecimal digits");
+  }
+  return digest;
+}
+
+std::string digest_text(std::uint64_t digest) {
+  char digits[kDigestDigits];
+  const char* const end = std::to_chars(digits, digits + sizeof digits, digest, 16).ptr;
+  const std::string text(static_cast<const char*>(digits), end);
+  return std::string(kDigestDigits - text.size(), '0') + text;
+}
+
+bool set_calibration(Recipe& recipe, std::string_view key, std::string_view value) {
+  if (key == "file") {
+    recipe.file = value;
+  } else if (key == "digest") {
+    recipe.digest = read_digest(value);
+  } else if (key == "layer") {
+    recipe.layer = catalog::read_int(key, value, 0, 9999);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
@@ -63,7 +95,7 @@ bool set_common(Recipe& recipe, std::string_view key, std::string_view value) {
   } else if (key == "x") {
     recipe.x_bits = catalog::read_int(key, value, 8, 16);
   } else {
-    return false;
+    return catalog::may_be_calibrated(recipe) && set_calibration(recipe, key, value);
   }
   return true;
 }
@@ -159,10 +191,16 @@ std::string value_options_text(const Recipe& recipe) {
   return values;
 }
 
+std::string calibration_text(const Recipe& recipe) {
+  if (recipe.file.empty()) return {};
+  return ",file=" + recipe.file + ",digest=" + digest_text(recipe.digest) +
+         (recipe.layer < 0 ? "" : ",layer=" + std::to_string(recipe.layer));
+}
+
 std::string common_text(const Recipe& recipe) {
   if (!recipe.quantizes()) return {};
   return ",sink=" + std::to_string(recipe.sink) + ",window=" + std::to_string(recipe.window) +
-         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits);
+         ",page=" + std::to_string(recipe.page) + ",x=" + std::to_string(recipe.x_bits) + calibration_text(recipe);
 }
 
 template <typename Part>
@@ -208,6 +246,7 @@ std::pair<std::string, Recipe> named_recipe(std::string_view name) {
 Recipe parse_recipe(std::string_view text) {
   if (text.starts_with("k=") || text.starts_with("v=")) {
     Recipe recipe = parse_sides(text);
+    catalog::find_digest(recipe);
     validate(recipe);
     return recipe;
   }
@@ -215,6 +254,7 @@ Recipe parse_recipe(std::string_view text) {
   auto [name, recipe] = named_recipe(text.substr(0, colon));
   if (colon == std::string_view::npos) return recipe;
   set_options(name, recipe, split_options(text.substr(colon + 1)));
+  catalog::find_digest(recipe);
   validate(recipe);
   return recipe;
 }
@@ -237,9 +277,9 @@ void validate(const Recipe& recipe) {
   if (std::holds_alternative<F16Keys>(recipe.key) != std::holds_alternative<F16Values>(recipe.value)) {
     base::fail(ErrorCode::invalid_argument, "recipe has f16 on one side only; allowed: keys and values, or neither");
   }
-  if (!recipe.quantizes() && recipe != Recipe{F16Keys(), F16Values(), 0, 0, 128, 16}) {
+  if (!recipe.quantizes() && recipe != Recipe{F16Keys(), F16Values(), 0, 0, 128, 16, "", 0, -1}) {
     base::fail(ErrorCode::invalid_argument,
-               "recipe f16 has other fields; it never seals a page: leave sink 0, window 0, page 128, x 16");
+               "recipe f16 has other fields; it never seals a page: leave sink 0, window 0, page 128, x 16, no file");
   }
   const auto& classes_of_keys = catalog::side_of(recipe.key).classes;
   const auto& classes_of_values = catalog::side_of(recipe.value).classes;
@@ -253,19 +293,15 @@ void validate(const Recipe& recipe) {
   if (recipe.sink < 0 || recipe.sink > recipe.page) {
     bad_value("sink", std::to_string(recipe.sink), "0 to page (" + std::to_string(recipe.page) + ")");
   }
+  catalog::check_file(recipe);
   if (recipe.window < 0 || recipe.window > 65536) bad_value("window", std::to_string(recipe.window), "0 to 65536");
 }
 
 std::string remark(const Recipe& recipe) {
-  std::string text;
-  const auto add = [&](const char* what, const auto& part) {
-    const auto& side = catalog::side_of(part);
-    const std::string said = side.remark != nullptr ? side.remark(part) : std::string();
-    if (!said.empty()) text += (text.empty() ? "" : "; ") + (what + said);
-  };
-  add("keys: ", recipe.key);
-  add("values: ", recipe.value);
-  return text;
+  const auto& of_keys = catalog::side_of(recipe.key).remark;
+  const std::string keys = of_keys != nullptr ? of_keys(recipe.key) : std::string();
+  const std::string levels = catalog::describe_levels(recipe);
+  return keys + (keys.empty() || levels.empty() ? "" : "; ") + levels;
 }
 
 const std::vector<MethodInfo>& methods() {

@@ -23,7 +23,8 @@ def kvant_command():
 
     def run(*arguments, env=None):
         # The tests choose recipe and plug-in themselves.
-        clean = {k: v for k, v in os.environ.items() if k not in ("KVANT_RECIPE", "KVANT_PLUGIN", "KVANT_STATUS")}
+        own = ("KVANT_RECIPE", "KVANT_PLUGIN", "KVANT_RECORD", "KVANT_STATUS")
+        clean = {k: v for k, v in os.environ.items() if k not in own}
         return subprocess.run(
             [str(KVANT), *map(str, arguments)],
             capture_output=True,

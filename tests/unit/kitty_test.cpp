@@ -33,6 +33,11 @@ std::vector<std::uint16_t> boosted_channels(const Cache& cache, std::int64_t pag
   return order;
 }
 
+// Attention of the newest tokens, which decoded values alone do not pin down.
+std::vector<float> attention_of(const Cache& cache) {
+  return testing::attend(cache, testing::random_queries(3, 4, cache.shape().key_dim), 3, 4).out;
+}
+
 TEST(Kitty, WithoutBoostItIsKiviByteForByte) {
   for (const int dim : {5, 64, 80, 128}) {
     for (const char* options : {"v=2,sink=0,window=0", "v=3,sink=9,window=16,page=64", "v=8,sink=128,window=0"}) {
@@ -43,6 +48,7 @@ TEST(Kitty, WithoutBoostItIsKiviByteForByte) {
       ASSERT_GT(kivi.counts().sealed_pages, 0);
       EXPECT_EQ(blocks_of(kitty), blocks_of(kivi)) << dim << " " << text;
       EXPECT_EQ(testing::read_all(kitty.store(), Side::key, 300), testing::read_all(kivi.store(), Side::key, 300));
+      EXPECT_EQ(attention_of(kitty), attention_of(kivi)) << dim << " " << text;
     }
   }
 }
@@ -58,7 +64,84 @@ TEST(Kitty, FullyBoostedItHoldsTheValuesOfKiviWithFourBits) {
     for (const Side side : {Side::key, Side::value}) {
       EXPECT_EQ(testing::read_all(kitty.store(), side, 300), testing::read_all(kivi.store(), side, 300)) << dim;
     }
+    for (const std::string& set : kernel_names()) {
+      const testing::ForcedKernel forced(set);
+      EXPECT_EQ(attention_of(kitty), attention_of(kivi)) << dim << " " << set;
+    }
   }
+}
+
+TEST(Kitty, AnySelectorAgreesWithKiviWhereAllChannelsAreAlike) {
+  const Rows rows = make_rows({2, 64, 64, DType::f16}, 300);
+  for (const std::string selector : {"magnitude", "variance", "range", "query"}) {
+    for (const auto& [boost, bits] : {std::pair("0", "2"), std::pair("1", "4")}) {
+      const std::string rest = ",v=2,sink=32,window=0";
+      const Cache kitty = filled("kitty:selector=" + selector + ",boost=" + boost + rest, rows);
+      const Cache kivi = filled(std::string("kivi:k=") + bits + rest, rows);
+      EXPECT_EQ(testing::read_all(kitty.store(), Side::key, 300), testing::read_all(kivi.store(), Side::key, 300));
+      EXPECT_EQ(attention_of(kitty), attention_of(kivi)) << selector << " " << boost;
+    }
+  }
+}
+
+// Each selector by its definition, in double; shares of the ablation.
+TEST(Kitty, SelectorsRankByTheirDefinition) {
+  const CacheShape shape{2, 40, 16, DType::f32};
+  Rows rows = make_rows(shape, 192, 17);
+  for (int t = 0; t < 192; ++t) rows.key(t, 1, 3) += 9;  // a large mean: loud, with the variance of any other
+  const auto score = [&](const std::string& selector, int page, int head, int d) {
+    double sum = 0, square = 0, low = 1e300, high = -1e300, queries = 0;
+    for (int t = page * 64; t < page * 64 + 64; ++t) {
+      const double x = rows.key(t, head, d);
+      sum += selector == "magnitude" ? std::fabs(x) : x;
+      square += x * x;
+      low = std::min(low, x);
+      high = std::max(high, x);
+    }
+    for (int t = 0; t < page * 64 + 64; ++t) {
+      for (int h = 2 * head; h < 2 * head + 2; ++h) {
+        queries += std::pow(rows.queries[static_cast<std::size_t>((t * 4 + h) * 40 + d)], 2);
+      }
+    }
+    if (selector == "magnitude") return sum;
+    if (selector == "variance") return square - sum * sum / 64;
+    return (high - low) * (selector == "query" ? std::sqrt(queries) : 1.0);
+  };
+  std::vector<std::vector<std::uint16_t>> chosen;
+  for (const std::string selector : {"magnitude", "variance", "range", "query"}) {
+    for (const double boost : {0.125, 0.2, 0.25}) {
+      const Cache cache =
+          filled("kitty:selector=" + selector + ",boost=" + std::to_string(boost) + ",sink=0,window=0,page=64", rows);
+      for (int page = 0; page < 3; ++page) {
+        for (int head = 0; head < 2; ++head) {
+          std::vector<std::uint16_t> order(40);
+          std::iota(order.begin(), order.end(), std::uint16_t{0});
+          std::stable_sort(order.begin(), order.end(), [&](std::uint16_t a, std::uint16_t b) {
+            return score(selector, page, head, a) > score(selector, page, head, b);
+          });
+          order.resize(static_cast<std::size_t>(std::lround(boost * 40)));
+          std::sort(order.begin(), order.end());
+          ASSERT_EQ(boosted_channels(cache, page, head), order) << selector << " " << boost << " " << page << head;
+          if (page == 2 && head == 1 && boost == 0.25) chosen.push_back(order);
+        }
+      }
+      EXPECT_EQ(cache.store().counts().blind_seals, 0);
+    }
+  }
+  for (std::size_t i = 1; i < chosen.size(); ++i) EXPECT_NE(chosen[i], chosen[i - 1]) << i;
+}
+
+// Without queries the ranges decide, and the store says how often.
+TEST(Kitty, QuerySelectorSaysWhenItHasSeenNone) {
+  Rows rows = make_rows({2, 40, 16, DType::f16}, 128, 21);
+  rows.queries.clear();
+  const std::string rest = ",sink=0,window=0,page=64";
+  const Cache blind = filled("kitty:selector=query" + rest, rows);
+  EXPECT_EQ(blind.store().counts().blind_seals, 2);
+  EXPECT_EQ(blocks_of(blind), blocks_of(filled("kitty:selector=range" + rest, rows)));
+  EXPECT_NE(remark(blind.recipe()).find("blind_seals"), std::string::npos);
+  EXPECT_EQ(filled("kitty:selector=range" + rest, rows).store().counts().blind_seals, 0);
+  EXPECT_EQ(filled("waterfill:window=0,page=64", rows).store().counts().blind_seals, 2);
 }
 
 TEST(Kitty, LoudestChannelsOfEachPageAndHeadAreBoosted) {

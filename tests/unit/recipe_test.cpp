@@ -33,8 +33,8 @@ Recipe random_recipe(std::mt19937& random) {
     keys->grid = pick(0, 1) != 0 ? Grid::range : Grid::least_squares;
   }
   const auto share = [&] { return 0.1 * static_cast<double>(random()) / static_cast<double>(std::mt19937::max()); };
-  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share()};
-  if (auto* values = std::get_if<KvquantValues>(&recipe.value)) *values = {pick(2, 3, 4), share()};
+  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share(), false};
+  if (auto* values = std::get_if<KvquantValues>(&recipe.value)) *values = {pick(2, 3, 4), share(), false};
   if (auto* values = std::get_if<ZipcacheValues>(&recipe.value)) {
     values->low = pick(1, 2, 3, 4);
     values->high = values->low + pick(1, 2, 3, 4);
@@ -47,6 +47,7 @@ Recipe random_recipe(std::mt19937& random) {
   if (auto* keys = std::get_if<KiviKeys>(&recipe.key)) keys->bits = 1 + static_cast<int>(random() % 8);
   if (auto* keys = std::get_if<KittyKeys>(&recipe.key)) {
     keys->boost = static_cast<double>(random()) / static_cast<double>(std::mt19937::max());
+    keys->selector = static_cast<Selector>(random() % 4);
   }
   return recipe;
 }
@@ -68,6 +69,9 @@ TEST(Recipe, EveryKeyIsReadInAnyOrder) {
   EXPECT_EQ(std::get<KittyKeys>(kitty.key).boost, 0.125);
   EXPECT_EQ(std::get<KiviValues>(kitty.value).bits, 4);
   EXPECT_EQ(to_text(parse_recipe("kitty")), "kitty:boost=0.25,v=2,sink=32,window=128,page=128,x=16");
+  EXPECT_EQ(parse_recipe("kitty:selector=magnitude"), parse_recipe("kitty"));
+  EXPECT_EQ(to_text(parse_recipe("kitty:selector=range")),
+            "kitty:boost=0.25,selector=range,v=2,sink=32,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("f16")), "f16");
   EXPECT_FALSE(parse_recipe("f16").quantizes());
   EXPECT_TRUE(kivi.quantizes());
@@ -209,6 +213,7 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kivi:page=96", {"'page'", "'96'", "32, 64, 128, 256"}},
       {"kivi:page=0", {"'page'", "'0'"}},
       {"kivi:x=12", {"'x'", "'12'", "8, 16"}},
+      {"kitty:selector=loudness", {"'selector'", "'loudness'", "variance", "query"}},
       {"kitty:boost=1.5", {"'boost'", "1.5", "0 to 1"}},
       {"kitty:boost=-0.1", {"'boost'", "-0.1"}},
       {"kitty:boost=nan", {"'boost'", "nan"}},

@@ -28,22 +28,22 @@ std::vector<std::uint8_t> normal_table(int bits) {
 }
 
 template <typename Options, typename Part>
-void add_options(Side<Part>& side, const char* bits, const char* outliers) {
+void add_options(Side<Part>& side, const char* bits, const char* outliers, const char* qnorm) {
   side.defaults = Options();
-  side.options = {bits, outliers};
+  side.options = {bits, outliers, qnorm};
   side.bits = [](const Part& part) { return std::to_string(std::get<Options>(part).bits); };
-  side.remark = [](const Part&) {
-    return std::string("not calibrated, fixed normal-float codebook, ranges of the page");
-  };
+  side.calibrated = true;
 }
 
 template <typename Options>
-bool set_option(Options& options, std::string_view bits, std::string_view outliers, std::string_view option,
-                std::string_view value) {
+bool set_option(Options& options, std::string_view bits, std::string_view outliers, std::string_view qnorm,
+                std::string_view option, std::string_view value) {
   if (option == bits) {
     options.bits = read_int(option, value, 2, 4);
   } else if (option == outliers) {
     options.outliers = read_number(option, value, 0, kMostOutliers);
+  } else if (option == qnorm) {
+    options.qnorm = read_int(option, value, 0, 1) != 0;
   } else {
     return false;
   }
@@ -57,6 +57,11 @@ void check_options(const Options& options, const char* bits, const char* outlier
 }
 
 template <typename Options>
+std::string options_text(const Options& options, const std::string& outliers, const std::string& qnorm) {
+  return outliers + "=" + number_text(options.outliers) + (options.qnorm ? "," + qnorm + "=1" : "");
+}
+
+template <typename Options>
 void fill_tile(const Options& options, TileSpec& spec) {
   spec.planes = uniform_planes(options.bits, spec.depth);
   spec.table = normal_table(options.bits);
@@ -65,12 +70,12 @@ void fill_tile(const Options& options, TileSpec& spec) {
 
 KeySide keys() {
   KeySide side;
-  add_options<KvquantKeys>(side, "k", "outliers");
+  add_options<KvquantKeys>(side, "k", "outliers", "qnorm");
   side.set = [](KeyRecipe& part, std::string_view option, std::string_view value) {
-    return set_option(std::get<KvquantKeys>(part), "k", "outliers", option, value);
+    return set_option(std::get<KvquantKeys>(part), "k", "outliers", "qnorm", option, value);
   };
   side.options_text = [](const KeyRecipe& part) {
-    return "outliers=" + number_text(std::get<KvquantKeys>(part).outliers);
+    return options_text(std::get<KvquantKeys>(part), "outliers", "qnorm");
   };
   side.validate = [](const KeyRecipe& part) { check_options(std::get<KvquantKeys>(part), "k", "outliers"); };
   side.tile = [](const KeyRecipe& part, TileSpec& spec) { fill_tile(std::get<KvquantKeys>(part), spec); };
@@ -79,12 +84,12 @@ KeySide keys() {
 
 ValueSide values() {
   ValueSide side;
-  add_options<KvquantValues>(side, "v", "voutliers");
+  add_options<KvquantValues>(side, "v", "voutliers", "vqnorm");
   side.set = [](ValueRecipe& part, std::string_view option, std::string_view value) {
-    return set_option(std::get<KvquantValues>(part), "v", "voutliers", option, value);
+    return set_option(std::get<KvquantValues>(part), "v", "voutliers", "vqnorm", option, value);
   };
   side.options_text = [](const ValueRecipe& part) {
-    return "voutliers=" + number_text(std::get<KvquantValues>(part).outliers);
+    return options_text(std::get<KvquantValues>(part), "voutliers", "vqnorm");
   };
   side.validate = [](const ValueRecipe& part) { check_options(std::get<KvquantValues>(part), "v", "voutliers"); };
   side.tile = [](const ValueRecipe& part, TileSpec& spec) {
@@ -102,8 +107,8 @@ Method kvquant() {
   recipe.value = KvquantValues();
   recipe.sink = 1;
   return {"kvquant",
-          "KVQuant: non-uniform levels, two-sided outliers kept apart (not calibrated: a fixed normal-float codebook)",
-          recipe, keys(), values()};
+          "KVQuant: non-uniform levels, two-sided outliers kept apart; calibrated with file= (kvant calibrate)", recipe,
+          keys(), values()};
 }
 
 }  // namespace kvant::catalog
