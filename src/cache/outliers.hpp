@@ -20,8 +20,8 @@ class TableCoder {
 
   // Writes the codes of x[0..n), n >= 1, and returns the range. A value goes to the level next to it on the grid of
   // kTableSteps steps, the upper one of two.
-  // Where `given` is not empty, it is the range: of the values beyond it only the 2 * per_end farthest are outliers then
-  // (ties: the lower index), the others get the code of their end.
+  // Where `given` is not empty, it is the range: of the values beyond it only the 2 * per_end farthest are outliers
+  // then (ties: the lower index), the others get the code of their end.
   Endpoints code(const float* x, int n, std::uint8_t* codes, Endpoints given = {});
 
   struct Outlier {

@@ -333,6 +333,10 @@ DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
   if (!layout.key.table.empty() || !layout.value.table.empty()) {
     refuse("recipe '" + to_text(recipe) + "' has tables of levels and outliers" + served);
   }
+  const auto* kitty = std::get_if<KittyKeys>(&recipe.key);
+  if (kitty != nullptr && kitty->selector != Selector::magnitude) {
+    refuse("recipe '" + to_text(recipe) + "' ranks channels otherwise than by magnitude" + served);
+  }
   if (layout.salient > 0) refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page" + served);
   if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
   for (const int dim : {shape.key_dim, shape.value_dim}) {

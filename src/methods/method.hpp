@@ -37,8 +37,8 @@ struct TileSpec {
   std::vector<std::uint8_t> table;  // TileLayout::table
   double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
   int salient = 0;  // given: the first places of a page, those of its salient tokens; 0 where tokens lie in cell order
-  std::vector<PlaneSpec> rest_planes;  // keys: planes of the other tokens, which then are a tile of their own
-  bool channel_factors = false;        // values: channels are divided by the root of their largest magnitude
+  std::vector<PlaneSpec> rest_planes;      // keys: planes of the other tokens, which then are a tile of their own
+  bool channel_factors = false;            // values: channels are divided by the root of their largest magnitude
   std::vector<std::uint8_t> coding_table;  // TileLayout::coding_table
   std::vector<float> range_min;            // keys with calibrated ranges: [kv_heads][channels]
   std::vector<float> range_max;

@@ -177,8 +177,8 @@ std::shared_ptr<const Calibration> load_calibration(const std::string& path, std
   const auto calibration = load_calibration(path);
   const std::uint64_t actual = calibration_digest(*calibration);
   if (actual == digest) return calibration;
-  base::fail(ErrorCode::invalid_argument, "calibration file '" + path + "' has digest " + hex(actual) +
-                                              "; the recipe was made with " + hex(digest));
+  base::fail(ErrorCode::invalid_argument,
+             "calibration file '" + path + "' has digest " + hex(actual) + "; the recipe was made with " + hex(digest));
 }
 
 }  // namespace kvant
