@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "base/half.hpp"
 #include "cache/grid.hpp"
@@ -122,9 +123,10 @@ void rotate_values(float* row, const TileLayout& tile) {
 // Rows on the tile's kind of grid: uniform, or with a table of levels.
 class AnyCoder {
  public:
-  AnyCoder(DType dtype, const TileLayout& tile, bool keys, int longest) : uniform_(dtype, tile.least_squares, longest) {
-    if (!tile.table.empty()) table_.emplace(tile, keys);
-  }
+  AnyCoder(DType dtype, const TileLayout& tile, bool keys, int longest)
+      : uniform_(dtype, tile.least_squares, longest),
+        table_(tile.table.empty() ? std::optional<TableCoder>()
+                                  : std::optional<TableCoder>(std::in_place, tile, keys)) {}
 
   // Codes of even width lie one bit up where bit 0 is that of the odd ones.
   Endpoints code(const float* x, int n, int levels, std::uint8_t* codes, Endpoints given = {}) {
