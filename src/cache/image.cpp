@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/byte_io.hpp"
 #include "base/half.hpp"
 #include "cache/image_v1.hpp"
 #include "cache/store.hpp"
@@ -20,52 +21,16 @@ constexpr char kMagic[8] = {'K', 'V', 'A', 'N', 'T', 'C', 'A', 'C'};
 constexpr std::uint32_t kVersion = 2;  // 1 had lists of boosted channels, no order of channels and no query statistics
 enum class PageKind : std::uint8_t { empty = 0, open = 1, sealed = 2 };
 
-class Writer {
- public:
-  template <typename T>
-  void put(const T& value) {
-    put_bytes(reinterpret_cast<const std::byte*>(&value), sizeof value);
-  }
-  void put_bytes(const std::byte* data, std::size_t size) { bytes_.insert(bytes_.end(), data, data + size); }
-  void put_text(const std::string& text) {
-    put(static_cast<std::uint32_t>(text.size()));
-    put_bytes(reinterpret_cast<const std::byte*>(text.data()), text.size());
-  }
-  std::vector<std::byte> finish() {
-    put(static_cast<std::uint64_t>(XXH64(bytes_.data(), bytes_.size(), 0)));
-    return std::move(bytes_);
-  }
-
- private:
-  std::vector<std::byte> bytes_;
-};
+using Writer = base::ByteWriter;
 
 [[noreturn]] void bad(const std::string& what) {
   base::fail(ErrorCode::bad_format, "cache image: " + what);
 }
 
-class Reader {
- public:
-  explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
-
-  template <typename T>
-  T get() {
-    T value;
-    std::memcpy(&value, take(sizeof value), sizeof value);
-    return value;
-  }
-  const std::byte* take(std::size_t size) {
-    if (size > bytes_.size()) bad("ends early");
-    const std::byte* data = bytes_.data();
-    bytes_ = bytes_.subspan(size);
-    return data;
-  }
-  std::size_t left() const { return bytes_.size(); }
+struct Reader : base::ByteReader {
+  explicit Reader(std::span<const std::byte> bytes) : ByteReader(bytes, "cache image") {}
 
   std::uint32_t version = kVersion;
-
- private:
-  std::span<const std::byte> bytes_;
 };
 
 // Query statistics: a byte that says whether there are any, then the sums.
