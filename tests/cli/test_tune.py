@@ -5,7 +5,8 @@ import re
 OK, CHILD, USAGE, BAD_INPUT, IO, UNSUPPORTED = range(6)
 # Small pages without a window, so that 128 tokens have sealed pages.
 COMMON = "page=32,window=0,sink=1"
-LADDER = f"kivi:k=2,v=2,{COMMON}; kivi:k=4,v=4,{COMMON}; kivi:k=8,v=8,{COMMON}"
+# So far apart that two chunks tell them apart on every instruction set: 4 and 8 bits do not differ by more than noise.
+LADDER = f"kivi:k=2,v=2,{COMMON}; kivi:k=8,v=8,{COMMON}"
 
 
 def test_the_written_recipe_is_the_best_measured(kvant, model, text, tmp_path):
@@ -18,9 +19,9 @@ def test_the_written_recipe_is_the_best_measured(kvant, model, text, tmp_path):
     assert len(rows) == 2 and all(float(bits) <= 5.5 for _, bits, _ in rows)
     best = min(rows, key=lambda row: float(row[2]))
     assert best[0] == done.stdout.strip()
-    # Uniform 4 bits leave half of the budget over: some layers have more.
-    assert rows[0][0].startswith("kivi:k=4,v=4") and rows[1][0].startswith("layers=")
-    assert float(rows[1][2]) < float(rows[0][2])
+    # Uniform 2 bits leave half of the budget over: some layers have more.
+    assert rows[0][0].startswith("kivi:k=2,v=2") and rows[1][0].startswith("layers=")
+    assert float(rows[1][2]) < 0.8 * float(rows[0][2])
 
 
 def test_what_cannot_be_is_said_before_anything_runs(kvant, model, text):
