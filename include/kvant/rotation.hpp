@@ -19,8 +19,8 @@ enum class RotaryPairs : std::uint8_t {
 // positions go together.
 struct KeyRotation {
   RotaryPairs pairs = RotaryPairs::halves;
-  std::vector<double> frequencies;  // 1 to key_dim / 2 of them, magnitudes up to 10^6
-  double magnitude = 1;             // 1/1024 to 1024
+  std::vector<double> frequencies = {};  // 1 to key_dim / 2 of them, magnitudes up to 10^6
+  double magnitude = 1;                  // 1/1024 to 1024
 
   bool operator==(const KeyRotation&) const = default;
 };
@@ -39,7 +39,7 @@ struct RopeParameters {
   double fast = 32;
   double slow = 1;
   int original_context = 0;
-  std::vector<float> factors;  // divisors of the frequencies, rotated / 2 of them; empty: 1
+  std::vector<float> factors = {};  // divisors of the frequencies, rotated / 2 of them; empty: 1
 };
 
 // Throws Error(invalid_argument) for numbers that describe no rotation.
