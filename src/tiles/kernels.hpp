@@ -139,16 +139,16 @@ struct TurnBlock {
   const float* sines = nullptr;
 };
 
-constexpr int kMaxTurnedPlanes = 4;
+constexpr int kMostRowTiles = 16;
 
 // out[d][row] = min[d] + step[d] * table[code] with pairs of channels turned: pair p is channel x = p * pair_step and
 // y = x + pair_distance, and becomes (x cos - y sin, x sin + y cos). Channels from 2 * pairs on stay as they are.
 struct TurnedTile {
-  const CodePlane* planes = nullptr;  // each over the whole depth
-  int count = 0;                      // 1 to kMaxTurnedPlanes
-  int rows = 0;                       // a multiple of 16
+  const CodePlane* planes = nullptr;  // over the whole depth; the first one has shift 0
+  int count = 0;                      // 1 or 2: codes of 2 to 4 bits
+  int rows = 0;                       // 32, 64, 128 or 256, those of a page
   int depth = 0;
-  const std::uint8_t* table = nullptr;  // [kTableSize], codes have at most 4 bits
+  const std::uint8_t* table = nullptr;  // [kTableSize]
   const float* min = nullptr;           // [depth]
   const float* step = nullptr;
   int pairs = 0;  // 1 to depth / 2

@@ -52,81 +52,78 @@ void SinCos(const double* turns, int n, float* cosines, float* sines) {
 
 // ---- tiles
 
-// Where the codes of 16 rows begin in each plane.
-struct RowTile {
-  const std::byte* groups[kMaxTurnedPlanes];
-  int tiles[kMaxTurnedPlanes];  // of the row block that these rows are in
-  int place[kMaxTurnedPlanes];  // which of them
-};
-
-void FindRows(const TurnedTile& a, int tile, RowTile* rows) {
-  for (int k = 0; k < a.count; ++k) {
-    const CodePlane& plane = a.planes[k];
-    for_each_block(plane.bits, a.rows, plane.depth, [&](int first, int tiles, std::size_t offset) {
-      if (tile < first || tile >= first + tiles) return;
-      rows->groups[k] = plane.plane + offset;
-      rows->tiles[k] = tiles;
-      rows->place[k] = tile - first;
-    });
-  }
-}
-
 using Float = hn::CappedTag<float, 16>;
 using Word = hn::RebindToUnsigned<Float>;
 
-// One channel of a row tile: where its words are and how its bits lie in them.
-struct Channel {
-  const std::uint32_t* words[kMaxTurnedPlanes];
-  int right[kMaxTurnedPlanes];
-  float min;
-  float step;
+// Where the codes of the row tiles of a page begin in one plane. All row blocks of a page have as many tiles.
+struct PlaneRows {
+  const std::uint32_t* groups[kMostRowTiles];
+  int place[kMostRowTiles];  // bits in front of the tile's own position
+  int tiles;                 // of a row block
+
+  PlaneRows(const CodePlane& plane, int rows) : tiles(block_tiles(plane.bits, row_tiles(rows))) {
+    for_each_block(plane.bits, rows, plane.depth, [&](int first, int count, std::size_t offset) {
+      for (int i = 0; i < count; ++i) {
+        groups[first + i] = reinterpret_cast<const std::uint32_t*>(plane.plane + offset);
+        place[first + i] = i * plane.bits;
+      }
+    });
+  }
 };
 
-HWY_INLINE void FindChannel(const TurnedTile& a, const RowTile& rows, int depth, Channel* channel) {
-  for (int k = 0; k < a.count; ++k) {
-    const int bits = a.planes[k].bits;
-    const int shift = group_shift(bits, rows.tiles[k]);
-    const int quad = depth / kQuad;
-    const int position = (quad & ((1 << shift) - 1)) * rows.tiles[k] + rows.place[k];
-    channel->words[k] = reinterpret_cast<const std::uint32_t*>(rows.groups[k]) + (quad >> shift) * kLanes;
-    channel->right[k] = depth % kQuad * 8 + position * bits;
-  }
-  channel->min = a.min[depth];
-  channel->step = a.step[depth];
-}
+// One channel: where its words are and how its bits lie in them, for every row tile alike.
+template <int kPlanes>
+struct Channel {
+  std::ptrdiff_t words[kPlanes];
+  int right[kPlanes];
+  float min;
+  float step;
 
-// The codes' levels as bytes in 32-bit lanes: an index of 0x80 and more in the other bytes gives zeros there.
-template <class Table>
-HWY_INLINE hn::VFromD<Float> Levels(const TurnedTile& a, const Channel& channel, int lane, Table table) {
-  const Word d;
-  auto code = hn::Set(d, 0x80808000U);
-  for (int k = 0; k < a.count; ++k) {
-    const auto mask = hn::Set(d, (1U << a.planes[k].bits) - 1);
-    const auto bits = hn::And(hn::ShiftRightSame(hn::LoadU(d, channel.words[k] + lane), channel.right[k]), mask);
-    code = hn::Or(code, hn::ShiftLeftSame(bits, a.planes[k].shift));
+  HWY_INLINE Channel(const TurnedTile& a, const PlaneRows* rows, int depth) : min(a.min[depth]), step(a.step[depth]) {
+    const int quad = depth / kQuad;
+    for (int k = 0; k < kPlanes; ++k) {
+      const int shift = group_shift(a.planes[k].bits, rows[k].tiles);
+      words[k] = std::ptrdiff_t{quad >> shift} * kLanes;
+      right[k] = depth % kQuad * 8 + (quad & ((1 << shift) - 1)) * rows[k].tiles * a.planes[k].bits;
+    }
   }
-  const hn::Repartition<std::uint8_t, Word> d8;
-  const hn::RebindToSigned<Word> di;
-  const auto level = hn::BitCast(di, hn::TableLookupBytesOr0(table, hn::BitCast(d8, code)));
+};
+
+// The values of a channel in some rows of a tile. An index of 0x80 and more makes zeros of the other bytes of a lane.
+template <int kPlanes, class Table>
+HWY_INLINE hn::VFromD<Float> Values(const CodePlane* planes, const PlaneRows* rows, const Channel<kPlanes>& channel,
+                                    int tile, int lane, Table table) {
+  const Word d;
   const Float df;
+  const hn::RebindToSigned<Word> di;
+  const hn::Repartition<std::uint8_t, Word> d8;
+  auto code = hn::Set(d, 0x80808000U);
+  for (int k = 0; k < kPlanes; ++k) {
+    const auto words = hn::LoadU(d, rows[k].groups[tile] + channel.words[k] + lane);
+    const auto bits = hn::ShiftRightSame(words, channel.right[k] + rows[k].place[tile]);
+    const auto own = hn::And(bits, hn::Set(d, (1U << planes[k].bits) - 1));
+    code = hn::Or(code, k == 0 ? own : hn::ShiftLeftSame(own, planes[k].shift));
+  }
+  const auto level = hn::BitCast(di, hn::TableLookupBytesOr0(table, hn::BitCast(d8, code)));
   return hn::MulAdd(hn::ConvertTo(df, level), hn::Set(df, channel.step), hn::Set(df, channel.min));
 }
 
-void TurnTile(const TurnedTile& a) {
+template <int kPlanes>
+void TurnTileOf(const TurnedTile& a) {
   const Float d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const hn::Repartition<std::uint8_t, Word> d8;
   const auto table = hn::LoadDup128(d8, a.table);
-  for (int tile = 0; tile < row_tiles(a.rows); ++tile) {
-    RowTile rows;
-    FindRows(a, tile, &rows);
-    float* out = a.out + tile * kLanes;
-    for (int pair = 0; pair < a.pairs; ++pair) {
-      const int first = pair * a.pair_step;
-      const int second = first + a.pair_distance;
-      Channel one, other;
-      FindChannel(a, rows, first, &one);
-      FindChannel(a, rows, second, &other);
+  const PlaneRows rows[] = {PlaneRows(a.planes[0], a.rows), PlaneRows(a.planes[kPlanes - 1], a.rows)};
+  const int tiles = row_tiles(a.rows);
+  for (int pair = 0; pair < a.pairs; ++pair) {
+    const int first = pair * a.pair_step;
+    const int second = first + a.pair_distance;
+    const Channel<kPlanes> one(a, rows, first);
+    const Channel<kPlanes> other(a, rows, second);
+    float* out_x = a.out + first * a.out_stride;
+    float* out_y = a.out + second * a.out_stride;
+    for (int tile = 0; tile < tiles; ++tile, out_x += kLanes, out_y += kLanes) {
       const TurnBlock& block = a.blocks[tile];
       const auto block_cosine = hn::Set(d, block.cosines[pair]);
       const auto block_sine = hn::Set(d, block.sines[pair]);
@@ -135,20 +132,25 @@ void TurnTile(const TurnedTile& a) {
         const auto lane_sine = hn::LoadU(d, block.lane_sines + pair * kLanes + lane);
         const auto cosine = hn::NegMulAdd(block_sine, lane_sine, hn::Mul(block_cosine, lane_cosine));
         const auto sine = hn::MulAdd(block_sine, lane_cosine, hn::Mul(block_cosine, lane_sine));
-        const auto x = Levels(a, one, lane, table);
-        const auto y = Levels(a, other, lane, table);
-        hn::StoreU(hn::NegMulAdd(y, sine, hn::Mul(x, cosine)), d, out + first * a.out_stride + lane);
-        hn::StoreU(hn::MulAdd(y, cosine, hn::Mul(x, sine)), d, out + second * a.out_stride + lane);
-      }
-    }
-    for (int i = 2 * a.pairs; i < a.depth; ++i) {
-      Channel channel;
-      FindChannel(a, rows, i, &channel);
-      for (int lane = 0; lane < kLanes; lane += lanes) {
-        hn::StoreU(Levels(a, channel, lane, table), d, out + i * a.out_stride + lane);
+        const auto x = Values<kPlanes>(a.planes, rows, one, tile, lane, table);
+        const auto y = Values<kPlanes>(a.planes, rows, other, tile, lane, table);
+        hn::StoreU(hn::NegMulAdd(y, sine, hn::Mul(x, cosine)), d, out_x + lane);
+        hn::StoreU(hn::MulAdd(y, cosine, hn::Mul(x, sine)), d, out_y + lane);
       }
     }
   }
+  for (int i = 2 * a.pairs; i < a.depth; ++i) {
+    const Channel<kPlanes> channel(a, rows, i);
+    for (int row = 0; row < a.rows; row += lanes) {
+      hn::StoreU(Values<kPlanes>(a.planes, rows, channel, row / kLanes, row % kLanes, table), d,
+                 a.out + i * a.out_stride + row);
+    }
+  }
+}
+
+void TurnTile(const TurnedTile& a) {
+  if (a.count == 1) TurnTileOf<1>(a);
+  if (a.count == 2) TurnTileOf<2>(a);
 }
 
 void FillRotate(Kernels& k) {
