@@ -21,8 +21,13 @@ ConstView Tokens::view(Side side, std::int64_t first, std::int64_t rows) const {
                     shape.key_dim);
 }
 
+KeyRotation Tokens::rotation() const {
+  return make_rotation({.rotated = shape.key_dim / 2 * 2});
+}
+
 Ring::Ring(const Recipe& recipe, const Tokens& tokens, std::int64_t ring_bytes) {
   Cache cache(recipe, tokens.shape);
+  cache.set_key_rotation(tokens.rotation());
   cache.append(tokens.view(Side::key, 0, tokens.count), tokens.view(Side::value, 0, tokens.count));
   const auto bytes = static_cast<std::int64_t>(cache.bytes().total());
   const std::int64_t count = std::max<std::int64_t>(1, (ring_bytes + bytes - 1) / bytes);

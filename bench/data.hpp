@@ -20,6 +20,7 @@ struct Tokens {
 
   Tokens(int heads, int dim, std::int64_t count);
   ConstView view(Side side, std::int64_t first, std::int64_t rows) const;
+  KeyRotation rotation() const;  // for recipes with rope=before; the keys are random either way
 };
 
 // Equal caches, each with its own memory. One of them stays in cache; a ring of them has to come from memory.

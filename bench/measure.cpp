@@ -23,6 +23,7 @@ class Coded {
  public:
   Coded(const Recipe& recipe, const Tokens& tokens)
       : tokens_(tokens), store_(recipe, tokens.shape, tokens.count), cells_(static_cast<std::size_t>(tokens.count)) {
+    store_.set_key_rotation(tokens.rotation());
     std::iota(cells_.begin(), cells_.end(), 0);
   }
 
