@@ -48,17 +48,7 @@ TEST(GpuPages, DecodeLoopFollowsTheCpu) {
   Twins twins(shape, 3, 8);
   std::mt19937 random(4);
   for (int step = 0; step < 30; ++step) {
-    const auto keys = random_rows(random, DType::f16, 2, 2, 128, 0.2F);
-    const auto values = random_rows(random, DType::f16, 2, 2, 128, 0.0F);
-    Guarded device_keys(keys.size() * 2);
-    Guarded device_values(values.size() * 2);
-    device_keys.write(keys.data());
-    device_values.write(values.data());
-    for (std::size_t b = 0; b < 2; ++b) {
-      twins.caches[b].append(dense_view(keys.data() + b * 256, DType::f16, 1, 2, 128),
-                             dense_view(values.data() + b * 256, DType::f16, 1, 2, 128));
-    }
-    twins.batch.append(device_keys.data(), device_values.data(), 1, nullptr);
+    append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
     twins.batch.seal_ready(nullptr);
     const Twins::Result cpu = twins.on_cpu();
     EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
