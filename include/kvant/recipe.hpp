@@ -19,14 +19,14 @@
 
 namespace kvant {
 
-// ---- keys, one struct per method; `method` is its name in texts
+// ---- keys, one struct per method; `kMethod` is its name in texts
 
 struct F16Keys {
-  static constexpr std::string_view method = "f16";
+  static constexpr std::string_view kMethod = "f16";
   bool operator==(const F16Keys&) const = default;
 };
 struct KiviKeys {
-  static constexpr std::string_view method = "kivi";
+  static constexpr std::string_view kMethod = "kivi";
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviKeys&) const = default;
 };
@@ -34,7 +34,7 @@ struct KiviKeys {
 enum class Selector : std::uint8_t { magnitude, variance, range, query };
 
 struct KittyKeys {
-  static constexpr std::string_view method = "kitty";
+  static constexpr std::string_view kMethod = "kitty";
   double boost = 0.25;  // share of the channels stored with 4 bits instead of 2, 0..1
   Selector selector = Selector::magnitude;
   bool operator==(const KittyKeys&) const = default;
@@ -43,7 +43,7 @@ struct KittyKeys {
 enum class Grid : std::uint8_t { range, least_squares };
 
 struct WaterfillKeys {
-  static constexpr std::string_view method = "waterfill";
+  static constexpr std::string_view kMethod = "waterfill";
   double bits = 2.5;  // mean width of the channels of a page, low..high
   int low = 1;        // least and largest width, 1..6
   int high = 5;
@@ -51,7 +51,7 @@ struct WaterfillKeys {
   bool operator==(const WaterfillKeys&) const = default;
 };
 struct KvquantKeys {
-  static constexpr std::string_view method = "kvquant";
+  static constexpr std::string_view kMethod = "kvquant";
   int bits = 3;            // per code, 2..4
   double outliers = 0.01;  // share of each channel's values in a page that are kept beside the codes, 0..0.1
   bool qnorm = false;      // levels moved so that coded values keep their mean and deviation; needs Recipe::file
@@ -62,7 +62,7 @@ struct KvquantKeys {
 enum class Saliency : std::uint8_t { attention, norm };
 
 struct ZipcacheKeys {
-  static constexpr std::string_view method = "zipcache";
+  static constexpr std::string_view kMethod = "zipcache";
   double salient = 0.6;  // share of the tokens of a page with `high` bits, above 0 and below 1
   Saliency saliency = Saliency::attention;
   int high = 4;  // low + 1..4 more
@@ -74,16 +74,16 @@ using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys, Kvqu
 // ---- values
 
 struct F16Values {
-  static constexpr std::string_view method = "f16";
+  static constexpr std::string_view kMethod = "f16";
   bool operator==(const F16Values&) const = default;
 };
 struct KiviValues {
-  static constexpr std::string_view method = "kivi";
+  static constexpr std::string_view kMethod = "kivi";
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviValues&) const = default;
 };
 struct WaterfillValues {
-  static constexpr std::string_view method = "waterfill";
+  static constexpr std::string_view kMethod = "waterfill";
   int bits = 2;         // per code, 1..8
   bool rotate = true;   // Hadamard-rotated in blocks of the largest power of two that divides the head size
   bool shared = false;  // one grid per token over all KV heads instead of one per head
@@ -91,7 +91,7 @@ struct WaterfillValues {
   bool operator==(const WaterfillValues&) const = default;
 };
 struct KvquantValues {
-  static constexpr std::string_view method = "kvquant";
+  static constexpr std::string_view kMethod = "kvquant";
   int bits = 3;  // per code, 2..4
   // Share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1.
   double outliers = 0.01;
@@ -101,7 +101,7 @@ struct KvquantValues {
 
 // Beside keys of zipcache, share and saliency are the same: a page has one set of salient tokens per KV head.
 struct ZipcacheValues {
-  static constexpr std::string_view method = "zipcache";
+  static constexpr std::string_view kMethod = "zipcache";
   double salient = 0.6;
   Saliency saliency = Saliency::attention;
   int high = 4;  // low + 1..4 more
