@@ -29,6 +29,7 @@ struct CalibrateOptions {
   int chunks = 16;
   std::int64_t context = 2048;
   double outliers = 0.01;
+  std::string rope = "after";
   int threads = 0;
   std::string plugin;
   std::string tools;
@@ -71,6 +72,7 @@ void record(const CalibrateOptions& options, const std::filesystem::path& scratc
                                               "--no-warmup"};
   PluginSettings settings{find_plugin(options.plugin), "f16", ""};
   settings.record = std::filesystem::absolute(rows).string();
+  settings.record_rope = options.rope;
   Progress progress(1);
   const Outcome outcome =
       run_captured(plugin_command(tool, arguments, settings), scratch, progress.step("llama-perplexity, recording"));
@@ -148,6 +150,7 @@ void execute(CalibrateOptions options) {
   calibration.architecture = model.architecture;
   calibration.text = std::filesystem::path(options.text).filename().string();
   calibration.outliers = options.outliers;
+  calibration.before_rope = options.rope == "before";
   calibration.weighted = fisher.has_value();
   for (const int layer : recorded.layers()) {
     calibration.layers.push_back(calibrate(recorded, fisher ? &*fisher : nullptr, layer, options, calibration.tokens));
@@ -172,6 +175,9 @@ void add_calibrate(CLI::App& app) {
       ->capture_default_str();
   calibrate->add_option("--outliers", options->outliers, "Share of each vector that ranges leave out")
       ->check(CLI::Range(0.0, 0.1))
+      ->capture_default_str();
+  calibrate->add_option("--rope", options->rope, "Keys before or after RoPE: before is for recipes with rope=before")
+      ->check(CLI::IsMember({"before", "after"}))
       ->capture_default_str();
   calibrate->add_option("--rows", options->rows, "Keep the recorded rows in this file");
   calibrate->add_option("--fisher", options->fisher, "Weights: squared gradients in a file like that of --rows")

@@ -17,10 +17,17 @@ std::uint64_t values_of(const LayerShape& layer, std::int64_t tokens) {
          static_cast<std::uint64_t>(layer.key_dim + layer.value_dim);
 }
 
+// Which rotation it is changes no size.
+void set_any_rotation(PageStore& store) {
+  const auto pairs = static_cast<std::size_t>(store.shape().key_dim) / 2;
+  if (store.needs_rotation()) store.set_key_rotation({RotaryPairs::halves, std::vector<double>(pairs, 1.0), 1});
+}
+
 // What the store holds for one sealed page, its record included: a page of zeros is sealed and asked.
 StoreBytes sealed_page_bytes(Recipe recipe, const CacheShape& shape) {
   recipe.window = 0;
   PageStore store(recipe, shape, recipe.page);
+  set_any_rotation(store);
   const std::size_t empty_tables = store.bytes().tables;
   std::vector<std::int64_t> cells(static_cast<std::size_t>(recipe.page));
   std::iota(cells.begin(), cells.end(), std::int64_t{0});
@@ -90,7 +97,9 @@ void add_layers(const LayerShape& layer, std::int64_t layers, const Recipe& reci
   const std::int64_t reachable = started_pages(recipe, std::min<std::int64_t>(tokens, recipe.window + recipe.page));
   const std::int64_t decoding = recipe.quantizes() ? layers * reachable : open;
   estimate.decoding += static_cast<std::uint64_t>(std::max<std::int64_t>(0, decoding - open)) * open_page;
-  estimate.tables += static_cast<std::uint64_t>(layers) * PageStore(recipe, shape, cells).bytes().tables;
+  PageStore empty(recipe, shape, cells);
+  set_any_rotation(empty);
+  estimate.tables += static_cast<std::uint64_t>(layers) * empty.bytes().tables;
   const std::uint64_t values = static_cast<std::uint64_t>(layers) * values_of(layer, tokens);
   estimate.values += values;
   estimate.bits_asymptotic += static_cast<double>(values) * (recipe.quantizes() ? layout.bits_per_value : 16.0);

@@ -21,7 +21,8 @@ Command base_command(const Tool& tool, const std::vector<std::string>& arguments
 
 Command stock_command(const Tool& tool, const std::vector<std::string>& arguments) {
   Command command = base_command(tool, arguments);
-  for (const char* name : {"GGML_BACKEND_PATH", "KVANT_RECIPE", "KVANT_RECORD", "KVANT_STATUS", "LLAMA_ARG_DEVICE"}) {
+  for (const char* name :
+       {"GGML_BACKEND_PATH", "KVANT_RECIPE", "KVANT_RECORD", "KVANT_RECORD_ROPE", "KVANT_STATUS", "LLAMA_ARG_DEVICE"}) {
     command.environment[name] = std::nullopt;
   }
   return command;
@@ -35,6 +36,7 @@ Command plugin_command(const Tool& tool, const std::vector<std::string>& argumen
   command.environment["LLAMA_ARG_DEVICE"] = "KVANT0";
   const auto optional = [](const std::string& text) { return text.empty() ? std::nullopt : std::optional(text); };
   command.environment["KVANT_RECORD"] = optional(settings.record);
+  command.environment["KVANT_RECORD_ROPE"] = optional(settings.record.empty() ? "" : settings.record_rope);
   command.environment["KVANT_STATUS"] = optional(settings.status);
   return command;
 }

@@ -13,8 +13,9 @@ namespace kvant::cli {
 struct PluginSettings {
   std::filesystem::path plugin;
   std::string recipe;
-  std::string status;       // KVANT_STATUS: "stderr", a path, or empty for none
-  std::string record = {};  // KVANT_RECORD: a path, or empty for none
+  std::string status;                 // KVANT_STATUS: "stderr", a path, or empty for none
+  std::string record = {};            // KVANT_RECORD: a path, or empty for none
+  std::string record_rope = "after";  // KVANT_RECORD_ROPE: keys before or after it
 };
 
 // The program as its own build is: every variable of the plug-in is removed.

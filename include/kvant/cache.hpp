@@ -25,8 +25,13 @@ class Cache {
   // Appends tokens: keys [n, kv_heads, key_dim], values [n, kv_heads, value_dim], any DType and strides. Full pages
   // behind the recent window are sealed. queries [n, query_heads, key_dim] are those of the same tokens; recipes that
   // weigh key channels or tokens by them (waterfill, zipcache; logits scaled by 1 / sqrt(key_dim)) store better pages
-  // with them, the others ignore them. Default: none.
-  void append(const ConstView& keys, const ConstView& values, const ConstView& queries = {});
+  // with them, the others ignore them. Default: none. positions [n] are what PageStore::write does with them; default:
+  // the number of the token.
+  void append(const ConstView& keys, const ConstView& values, const ConstView& queries = {},
+              std::span<const std::int64_t> positions = {});
+
+  // PageStore::set_key_rotation; recipes with rope=before need it before the first token.
+  void set_key_rotation(const KeyRotation& rotation) { store_.set_key_rotation(rotation); }
 
   // Causal attention of the last `rows` tokens' queries: row i is token length() - rows + i. options.first_position is
   // set here; everything else in options is honoured. See kvant::attend for shapes.

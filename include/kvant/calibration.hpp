@@ -46,6 +46,7 @@ struct Calibration {
   std::int64_t tokens = 0;               // of each layer, those at position 0 left out
   bool weighted = false;                 // with Fisher weights
   std::vector<LayerCalibration> layers;  // ascending by layer
+  bool before_rope = false;              // ranges and levels of the keys are those before RoPE
 
   bool operator==(const Calibration&) const = default;
   // Throws Error(invalid_argument) when there is no such layer.

@@ -8,5 +8,6 @@
 #include "kvant/layout.hpp"
 #include "kvant/page_store.hpp"
 #include "kvant/recipe.hpp"
+#include "kvant/rotation.hpp"
 #include "kvant/runtime.hpp"
 #include "kvant/types.hpp"

@@ -86,9 +86,10 @@ struct PageLayout {
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16
   std::size_t query_bytes = 0;  // statistics beside an open page once queries were observed, 0 if the recipe needs none
+  std::size_t position_bytes = 0;      // positions beside every page where keys are stored before RoPE, else 0
   std::size_t exact_bytes_per_16 = 0;  // unquantized rows beside a sealed page (sinks), per started 16 tokens
 
-  // Bits per value of a sealed page, everything inside it counted.
+  // Bits per value of a sealed page, everything inside it and its positions counted.
   double bits_per_value = 0;
 };
 

@@ -9,6 +9,7 @@
 
 #include "kvant/layout.hpp"
 #include "kvant/recipe.hpp"
+#include "kvant/rotation.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant {
@@ -32,7 +33,7 @@ struct StoreBytes {
   std::size_t sealed = 0;  // sealed blocks: codes, endpoints, indices
   std::size_t open = 0;    // unquantized pages, the recent window included
   std::size_t exact = 0;   // unquantized rows beside sealed pages (sinks)
-  std::size_t tables = 0;  // page table, bitmaps, query statistics and probes
+  std::size_t tables = 0;  // page table, bitmaps, query statistics, probes, positions and rotation
   std::size_t total() const { return sealed + open + exact + tables; }
 };
 
@@ -65,9 +66,22 @@ class PageStore {
   const PageLayout& layout() const;
   std::int64_t cells() const;
 
+  // True when the recipe stores keys before RoPE (kvquant:rope=before). Such a store has to be told the rotation before
+  // its first key; rows go in and come out rotated all the same. Sealed pages hold them turned back by the position
+  // that write() gave, open pages and exact rows as they came. Any position is right, but only the true one gives
+  // channels the steady ranges that the recipe is about.
+  bool needs_rotation() const;
+  // Ignored by other recipes. Throws Error(invalid_argument) when the rotation does not fit key_dim, or is another one
+  // than that of the rows that are stored.
+  void set_key_rotation(const KeyRotation& rotation);
+  // Moves the keys in `cells` by distances[i] positions, as a context shift does: sealed ones get other positions and
+  // keep their codes, open ones are turned. They are no sinks from then on. Cells without a key are left alone. Throws
+  // Error(invalid_argument) unless needs_rotation(), Error(out_of_range) for positions beyond 2^31; then nothing moved.
+  void shift_keys(std::span<const std::int64_t> cells, std::span<const std::int64_t> distances);
+
   // Writes rows[i] ([kv_heads, dim]) into cell cells[i]. A sealed page that is written is reopened first.
-  // positions, where the host knows them, tell which cells are sinks (position < recipe.sink); without them the cell
-  // number counts as the position. Keys and values may come in either order.
+  // positions, where the host knows them, tell which cells are sinks (position < recipe.sink) and how far a key was
+  // rotated; without them the cell number counts as the position. Keys and values may come in either order.
   // Throws Error(out_of_range | not_finite | invalid_argument); then nothing was written.
   void write(Side side, std::span<const std::int64_t> cells, const ConstView& rows,
              std::span<const std::int64_t> positions = {});

@@ -55,6 +55,8 @@ struct KvquantKeys {
   int bits = 3;            // per code, 2..4
   double outliers = 0.01;  // share of each channel's values in a page that are kept beside the codes, 0..0.1
   bool qnorm = false;      // levels moved so that coded values keep their mean and deviation; needs Recipe::file
+  // Pages hold keys as they were before RoPE, which the host must describe (PageStore::set_key_rotation).
+  bool before_rope = false;
   bool operator==(const KvquantKeys&) const = default;
 };
 
@@ -131,8 +133,8 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm and vqnorm only where they are
-// not the default. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm, vqnorm and rope only where they
+// are not the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a

@@ -1,5 +1,6 @@
 #include "config.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -25,6 +26,11 @@ std::int32_t parse_device_type(const std::string& text) {
   throw std::runtime_error("KVANT_DEVICE_TYPE is '" + text + "'; choices are igpu, gpu and accel");
 }
 
+bool parse_record_rope(const std::string& text) {
+  if (text == "before" || text == "after") return text == "before";
+  throw std::runtime_error("KVANT_RECORD_ROPE is '" + text + "'; choices are before and after");
+}
+
 LayerRecipes parse_recipe_variable(const std::string& text) {
   try {
     return parse_layer_recipes(text);
@@ -34,6 +40,14 @@ LayerRecipes parse_recipe_variable(const std::string& text) {
 }
 
 }  // namespace
+
+bool Config::turns_keys(int layer) const {
+  if (record_before_rope) return true;
+  const auto rule = std::find_if(recipes.rules.begin(), recipes.rules.end(),
+                                 [&](const auto& r) { return layer >= r.first && layer <= r.last; });
+  const auto* keys = rule != recipes.rules.end() ? std::get_if<KvquantKeys>(&rule->recipe.key) : nullptr;
+  return keys != nullptr && keys->before_rope;
+}
 
 const Config& load_config() {
   if (loaded) return *loaded;
@@ -46,6 +60,7 @@ const Config& load_config() {
     throw std::runtime_error("KVANT_RECORD needs rows that nothing has changed: KVANT_RECIPE must be f16, not '" +
                              read->recipe_text + "'");
   }
+  read->record_before_rope = parse_record_rope(environment("KVANT_RECORD_ROPE", "after"));
   read->status = environment("KVANT_STATUS", "");
   read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));
   // Also reports a bad KVANT_KERNEL here instead of in the middle of a computation.

@@ -150,6 +150,13 @@ void notice_transposed(const abi::Tensor& op) {
   target.buffer->pass_through(*target.layer, "values are stored transposed because flash attention is off (-fa off)");
 }
 
+// How the graph rotates the keys that it writes, known before any row comes: a state may be restored first.
+void notice_rotation(const abi::Tensor& op) {
+  const CacheRef target = cache_ref(&op);
+  if (!target || target.side != Side::key || target.layer->rotation()) return;
+  if (config().turns_keys(target.layer->index())) target.layer->notice_rotation(op.src[0]);
+}
+
 // While loading, the host shows each weight in an empty buffer of ours to learn whether it may live here. It may not: a
 // weight in our memory would be a copy of what is mapped from the file. (Caches are shown in empty buffers as well,
 // when the host only estimates memory.)
@@ -174,6 +181,7 @@ bool supports_op(abi::Device*, const abi::Tensor* op) {
   try {
     if (kind == ops.flash_attn_ext) learn_heads(*op);
     if (kind == ops.set_rows) notice_transposed(*op);
+    if (kind == ops.set_rows) notice_rotation(*op);
     return touches_us(*op);
   } catch (const std::exception& error) {
     say_once(std::string("looking at a graph: ") + error.what());

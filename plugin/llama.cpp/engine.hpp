@@ -38,6 +38,10 @@ class Engine {
   // `first`: which of the keys just written the first query row belongs to.
   void observe_queries(Layer& layer, std::int64_t stream, const ConstView& queries, std::int64_t first,
                        const QueryScores& scores);
+  void record(const CacheRef& target, const std::vector<std::int64_t>& cells,
+              const std::vector<std::int64_t>& positions, const float* rows, std::int64_t row_stride);
+  static void move_keys(const abi::Tensor& node, Layer& layer, const std::vector<std::int64_t>& rows,
+                        const std::vector<std::int32_t>& distances);
   void flush_plain();
   void written(const CacheRef& target);
   void seal_and_account(Layer& layer, CacheBuffer& buffer);

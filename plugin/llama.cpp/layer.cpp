@@ -5,6 +5,8 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "rotation.hpp"
+
 namespace kvant::llama {
 namespace {
 
@@ -59,6 +61,30 @@ void Layer::pass_through(std::string reason) {
   mode_ = Mode::raw;
 }
 
+void Layer::notice_rotation(const abi::Tensor* rows) {
+  if (rotation_ || mode_ != Mode::packed) return;  // before an attention was seen, heads are unknown
+  try {
+    rotation_ = rotation_of_keys(rows, heads_.key_dim);
+    for (PageStore& s : stores_) s.set_key_rotation(*rotation_);
+  } catch (const std::exception& error) {
+    rotation_.reset();
+    rotation_problem_ = error.what();
+  }
+}
+
+const KeyRotation& Layer::known_rotation() const {
+  if (rotation_) return *rotation_;
+  throw std::runtime_error("layer " + std::to_string(index_) + ": keys before RoPE are asked for, but " +
+                           rotation_problem_);
+}
+
+void Layer::shift_keys(std::span<const std::int64_t> rows, std::span<const std::int64_t> distances) {
+  for_each_stream_run(rows, [&](std::int64_t stream, std::size_t first, std::span<const std::int64_t> cells) {
+    stores_[static_cast<std::size_t>(stream)].shift_keys(cells, distances.subspan(first, cells.size()));
+    dirty_[static_cast<std::size_t>(stream)] = 1;
+  });
+}
+
 // Calls visit(stream, index of the first row, cells) for every run of rows that lie in one stream.
 template <typename Visit>
 void Layer::for_each_stream_run(std::span<const std::int64_t> rows, Visit visit) const {
@@ -79,6 +105,7 @@ void Layer::for_each_stream_run(std::span<const std::int64_t> rows, Visit visit)
 
 void Layer::write(Side side, std::span<const std::int64_t> rows, const ConstView& values,
                   std::span<const std::int64_t> positions) {
+  if (side == Side::key && needs_rotation()) static_cast<void>(known_rotation());
   for_each_stream_run(rows, [&](std::int64_t stream, std::size_t first, std::span<const std::int64_t> cells) {
     ConstView part = values;
     part.extent[0] = static_cast<std::int64_t>(cells.size());

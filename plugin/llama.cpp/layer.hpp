@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,6 +59,16 @@ class Layer {
   // pending -> raw; `reason` goes into the status.
   void pass_through(std::string reason);
 
+  // Takes note of how a graph rotates the keys that it writes: `rows` is the source of a SET_ROWS. What cannot be
+  // undone is an error of the first key that a recipe with rope=before stores, not before.
+  void notice_rotation(const abi::Tensor* rows);
+  const std::optional<KeyRotation>& rotation() const { return rotation_; }
+  // Throws std::runtime_error that names the layer and why its keys cannot be turned back.
+  const KeyRotation& known_rotation() const;
+  bool needs_rotation() const { return !stores_.empty() && stores_.front().needs_rotation(); }
+  // PageStore::shift_keys for rows of any stream.
+  void shift_keys(std::span<const std::int64_t> rows, std::span<const std::int64_t> distances);
+
   const PageStore& store(std::int64_t stream) const { return stores_[static_cast<std::size_t>(stream)]; }
 
   // Rows of a packed layer. `values` is [rows, kv_heads, dim]; positions may be empty.
@@ -102,6 +113,8 @@ class Layer {
   std::array<CacheTensor, 2> tensors_;
   Heads heads_;
   std::string reason_;
+  std::optional<KeyRotation> rotation_;
+  std::string rotation_problem_ = "no graph that writes them was seen";
   std::vector<PageStore> stores_;
   std::vector<std::uint8_t> dirty_;    // per stream: written since the last seal
   std::vector<std::uint8_t> written_;  // per row: key and value are both there

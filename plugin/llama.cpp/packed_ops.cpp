@@ -1,11 +1,14 @@
 // The operations that work on packed layers directly: new rows, attention, context shift.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
+#include "config.hpp"
 #include "engine.hpp"
 #include "host.hpp"
 #include "kvant/error.hpp"
 #include "record.hpp"
+#include "rotation.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {
@@ -73,7 +76,8 @@ Mask mask_of_stream(const abi::Tensor* mask, std::int64_t stream) {
 std::vector<std::int64_t> Engine::positions_for(const CacheRef& target, const abi::Tensor* source,
                                                 const std::vector<std::int64_t>& rows) {
   const Layer& layer = *target.layer;
-  const bool sinks = layer.store(0).recipe().sink > 0;
+  const bool turns = config().turns_keys(layer.index());
+  const bool sinks = layer.store(0).recipe().sink > 0 || turns;
   if (target.side == Side::value) {
     const bool same_tokens = last_keys_.layer == &layer && last_keys_.rows == rows;
     return sinks && same_tokens ? last_keys_.positions : std::vector<std::int64_t>{};
@@ -82,6 +86,10 @@ std::vector<std::int64_t> Engine::positions_for(const CacheRef& target, const ab
   if (!sinks) return {};
   const auto found = positions_.of_keys(source, layer.index(), static_cast<std::int64_t>(rows.size()));
   last_keys_.positions.assign(found.begin(), found.end());
+  if (turns && found.empty()) {
+    throw std::runtime_error("layer " + std::to_string(layer.index()) +
+                             ": keys before RoPE are asked for, but their positions are not in the graph");
+  }
   return last_keys_.positions;
 }
 
@@ -121,6 +129,10 @@ bool Engine::set_rows(const abi::Tensor& node, const CacheRef& target) {
   if (!known) return false;
   std::vector<std::int64_t> cells = read_indices(indices);
   for (std::int64_t& cell : cells) cell += static_cast<std::int64_t>(offset / owner.row_bytes);
+  if (target.side == Side::key && config().turns_keys(target.layer->index())) {
+    target.layer->notice_rotation(&rows);
+    static_cast<void>(target.layer->known_rotation());
+  }
   const std::vector<std::int64_t> positions = positions_for(target, &rows, cells);
   const int dim = target.layer->dim(target.side);
   const ConstView values{rows.data,
@@ -128,10 +140,39 @@ bool Engine::set_rows(const abi::Tensor& node, const CacheRef& target) {
                          {rows.ne[1], target.layer->heads().kv_heads, dim},
                          {in_elements(rows.nb[1], DType::f32), dim, 1}};
   target.layer->write(target.side, cells, values, positions);
-  record_rows(target.layer->index(), target.side, target.layer->heads().kv_heads, dim, cells,
-              static_cast<const float*>(rows.data), values.stride[0]);
+  record(target, cells, positions, static_cast<const float*>(rows.data), values.stride[0]);
   written(target);
   return true;
+}
+
+// Rows as they came, or keys turned back.
+void Engine::record(const CacheRef& target, const std::vector<std::int64_t>& cells,
+                    const std::vector<std::int64_t>& positions, const float* rows, std::int64_t row_stride) {
+  if (config().record.empty()) return;
+  const Layer& layer = *target.layer;
+  const int heads = layer.heads().kv_heads;
+  const int dim = layer.dim(target.side);
+  std::vector<float> plain;
+  if (target.side == Side::key && config().record_before_rope) {
+    const std::int64_t width = std::int64_t{heads} * dim;
+    for (std::size_t i = 0; i < cells.size(); ++i, rows += row_stride) plain.insert(plain.end(), rows, rows + width);
+    undo_rotation(layer.known_rotation(), positions, heads, dim, plain.data());
+    rows = plain.data();
+    row_stride = width;
+  }
+  record_rows(layer.index(), target.side, heads, dim, cells, rows, row_stride);
+}
+
+// Keys stored before RoPE: sealed pages get other positions, which is exact. `node` has to rotate as their ROPE did.
+void Engine::move_keys(const abi::Tensor& node, Layer& layer, const std::vector<std::int64_t>& rows,
+                       const std::vector<std::int32_t>& distances) {
+  const KeyRotation shift = read_rotation(node);
+  const KeyRotation& known = layer.known_rotation();
+  if (shift.pairs != known.pairs || shift.frequencies != known.frequencies) {
+    throw std::runtime_error("layer " + std::to_string(layer.index()) +
+                             ": the context shift rotates keys by other angles than their RoPE did");
+  }
+  layer.shift_keys(rows, std::vector<std::int64_t>(distances.begin(), distances.end()));
 }
 
 bool Engine::attend_packed(const abi::Tensor& node) {
@@ -182,7 +223,8 @@ bool Engine::attend_packed(const abi::Tensor& node) {
 }
 
 // The host moves positions by rotating cached keys in place, by a distance per cell. Only cells that really move are
-// decoded, rotated in float32 by the host's own code, and written back; the others keep their exact bytes.
+// decoded, rotated in float32 by the host's own code, and written back; the others keep their exact bytes. Keys stored
+// before RoPE need no decoding (move_keys).
 bool Engine::shift_keys(const abi::Tensor& node, const CacheRef& target) {
   const abi::Tensor& source = *node.src[0];
   const abi::Tensor& distance = *node.src[1];
@@ -205,6 +247,11 @@ bool Engine::shift_keys(const abi::Tensor& node, const CacheRef& target) {
     moved.push_back(distances[row]);
   }
   if (rows.empty()) return true;
+  if (target.layer->needs_rotation()) {
+    move_keys(node, *target.layer, rows, moved);
+    written(target);
+    return true;
+  }
 
   const std::int64_t dim = target.layer->dim(target.side);
   const std::int64_t heads = node.ne[1];

@@ -1,27 +1,13 @@
 #include "positions.hpp"
 
-#include "host.hpp"
+#include "rotation.hpp"
 #include "status.hpp"
 
 namespace kvant::llama {
-namespace {
-
-// The position input of the rotation that made t; null if there is none between t and it but views.
-const abi::Tensor* find_position_input(const abi::Tensor* t) {
-  const OpNumbers& ops = host().ops;
-  constexpr int kDeepest = 8;
-  for (int depth = 0; t != nullptr && depth < kDeepest; ++depth) {
-    if (t->op == ops.rope) return t->src[1];
-    if (t->op != ops.view && t->op != ops.reshape && t->op != ops.permute) return nullptr;
-    t = t->src[0];
-  }
-  return nullptr;
-}
-
-}  // namespace
 
 std::span<const std::int64_t> Positions::of_keys(const abi::Tensor* rows, int layer, std::int64_t count) {
-  const abi::Tensor* input = find_position_input(rows);
+  const abi::Tensor* rope = find_rope(rows);
+  const abi::Tensor* input = rope != nullptr ? rope->src[1] : nullptr;
   const bool same_evaluation = layer > last_layer_ && input == input_;
   last_layer_ = layer;
   if (input == nullptr) {

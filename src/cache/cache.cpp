@@ -31,7 +31,8 @@ std::vector<std::int64_t> cell_range(std::int64_t first, std::int64_t count) {
 
 Cache::Cache(const Recipe& recipe, const CacheShape& shape) : store_(recipe, shape, 0) {}
 
-void Cache::append(const ConstView& keys, const ConstView& values, const ConstView& queries) {
+void Cache::append(const ConstView& keys, const ConstView& values, const ConstView& queries,
+                   std::span<const std::int64_t> positions) {
   PageStore::Impl& impl = store_.impl();
   const std::int64_t count = keys.extent[0];
   impl.check_rows(Side::key, keys, count);
@@ -42,14 +43,22 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
     base::fail(ErrorCode::invalid_argument,
                "queries have " + std::to_string(queries.extent[0]) + " rows for " + std::to_string(count) + " tokens");
   }
+  if (!positions.empty() && static_cast<std::int64_t>(positions.size()) != count) {
+    base::fail(ErrorCode::invalid_argument, "positions has " + std::to_string(positions.size()) + " entries for " +
+                                                std::to_string(count) + " tokens");
+  }
+  impl.check_positions(cell_range(length_, count), positions);
   const std::int64_t page = impl.tokens();
   impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));
   try {
     for (std::int64_t done = 0; done < count;) {
       const std::int64_t step = std::min(count - done, kPagesPerSlice * page);
       const std::vector<std::int64_t> cells = cell_range(length_ + done, step);
-      store_.write(Side::key, cells, slice(keys, done, step));
-      store_.write(Side::value, cells, slice(values, done, step));
+      const auto at = positions.empty()
+                          ? positions
+                          : positions.subspan(static_cast<std::size_t>(done), static_cast<std::size_t>(step));
+      store_.write(Side::key, cells, slice(keys, done, step), at);
+      store_.write(Side::value, cells, slice(values, done, step), at);
       if (observed) store_.observe(cells, slice(queries, done, step));
       store_.seal_ready();
       done += step;

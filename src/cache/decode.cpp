@@ -105,7 +105,9 @@ void decode_tile(const TileView& view, DType dtype, float* out) {
 
 }  // namespace
 
-void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
+namespace {
+
+void decode_key_tiles(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
   const std::uint8_t* tokens = token_order(layout, block, head);
   if (tokens == nullptr) return decode_tile(TileView(layout, layout.key, block, head), dtype, out);
   const int page = layout.key.rows + layout.key_rest.rows;
@@ -125,6 +127,15 @@ void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, 
   }
 }
 
+}  // namespace
+
+void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, KeyTurns turns, float* out) {
+  decode_key_tiles(layout, dtype, block, head, out);
+  if (turns.rotation == nullptr) return;
+  const int page = layout.key.rows + layout.key_rest.rows;
+  turns.rotation->turn(Turn::rotate, turns.positions, page, out, page);
+}
+
 void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
   const TileLayout& tile = layout.value;
   const TileView view(layout, tile, block, head);
@@ -142,13 +153,14 @@ void decode_values(const PageLayout& layout, DType dtype, const std::byte* block
 }
 
 void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
-                 std::byte* open) {
+                 KeyTurns turns, std::byte* open) {
   const RowsLayout rows(shape, recipe.page);
   const int value_stride = base::round_up(shape.value_dim, tiles::kLanes);
   std::vector<float> keys(static_cast<std::size_t>(shape.key_dim) * static_cast<std::size_t>(recipe.page));
   std::vector<float> values(static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(value_stride));
   for (int head = 0; head < shape.kv_heads; ++head) {
-    decode_keys(layout, shape.dtype, page.block.get(), head, keys.data());
+    decode_keys(layout, shape.dtype, page.block.get(), head, turns, keys.data());
+    if (turns.rotation != nullptr) clamp_to(shape.dtype, keys);
     decode_values(layout, shape.dtype, page.block.get(), head, values.data());
     if (layout.value.rotation > 1 || layout.value.channel_factors) clamp_to(shape.dtype, values);
     kernels().narrow(keys.data(), open + rows.key_at(head, 0, 0), shape.dtype, static_cast<std::int64_t>(keys.size()));

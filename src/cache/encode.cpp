@@ -55,6 +55,21 @@ KeyRows load_keys(const CacheShape& shape, const RowsLayout& rows, const std::by
   return keys;
 }
 
+// Keys as they were before the host's rotation, as values of the cache's type: ranges and outliers are some of them. A
+// pair may grow by the root of 2; beyond the type's largest number it ends there.
+void turn_back(DType dtype, KeyTurns turns, const std::vector<std::int32_t>& positions, int channels, KeyRows& keys) {
+  const int count = keys.count();
+  turns.rotation->turn(Turn::undo, positions.data(), count, keys.data.data(), keys.stride);
+  const float limit = base::largest_stored(dtype);
+  std::vector<std::byte> stored(static_cast<std::size_t>(count) * size_of(dtype));
+  for (int d = 0; d < channels; ++d) {
+    float* row = keys.data.data() + static_cast<std::ptrdiff_t>(d) * keys.stride;
+    for (int i = 0; i < count; ++i) row[i] = std::clamp(row[i], -limit, limit);
+    kernels().narrow(row, stored.data(), dtype, count);
+    kernels().widen(stored.data(), dtype, row, count);
+  }
+}
+
 // Endpoints are values of the cache's type already: they convert to it and back exactly.
 void store_endpoints(DType dtype, std::byte* grid, const TileLayout& tile, const std::vector<Endpoints>& endpoints) {
   std::vector<float> min, max;
@@ -224,14 +239,19 @@ void divide(float* row, const std::vector<float>& factors) {
 }  // namespace
 
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, const double* queries, std::byte* block) {
+                 int head, const CellSet& skip, const double* queries, KeyTurns turns, std::byte* block) {
   std::byte* head_block = block + static_cast<std::size_t>(head) * layout.head_bytes;
   const RowsLayout rows(shape, recipe.page);
   const std::uint8_t* tokens = token_order(layout, block, head);
   int first = 0;
   for (const TileLayout* tile : {&layout.key, &layout.key_rest}) {
     if (tile->rows == 0) continue;
-    const KeyRows keys = load_keys(shape, rows, open, head, skip, tokens, first, tile->rows);
+    KeyRows keys = load_keys(shape, rows, open, head, skip, tokens, first, tile->rows);
+    if (turns.rotation != nullptr) {
+      std::vector<std::int32_t> positions;
+      for (const int row : keys.kept) positions.push_back(turns.positions[tokens ? tokens[first + row] : first + row]);
+      turn_back(shape.dtype, turns, positions, shape.key_dim, keys);
+    }
     if (tile->order_entry > 0) choose_order(recipe.key, *tile, keys, queries, head_block);
     code_keys(shape.dtype, TileView(layout, *tile, block, head), keys, head_block);
     first += tile->rows;

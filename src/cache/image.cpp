@@ -18,7 +18,10 @@ using cache::CellSet;
 using cache::Page;
 
 constexpr char kMagic[8] = {'K', 'V', 'A', 'N', 'T', 'C', 'A', 'C'};
-constexpr std::uint32_t kVersion = 2;  // 1 had lists of boosted channels, no order of channels and no query statistics
+// 1 had lists of boosted channels, no order of channels and no query statistics. 3 is 2 with rotation and positions,
+// and is written only where keys are stored before RoPE, so that older readers know all other images.
+constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersionUnturned = 2;
 enum class PageKind : std::uint8_t { empty = 0, open = 1, sealed = 2 };
 
 using Writer = base::ByteWriter;
@@ -79,6 +82,41 @@ void check_finite(const std::byte* data, std::size_t count, DType dtype) {
   }
 }
 
+// The rotation of keys that are stored before RoPE: a byte that says whether there is one, then what KeyRotation has.
+void save_rotation(const cache::Rotation* rotation, Writer& out) {
+  out.put(static_cast<std::uint8_t>(rotation != nullptr));
+  if (rotation == nullptr) return;
+  const KeyRotation& key = rotation->key_rotation();
+  out.put(key.pairs);
+  out.put(key.magnitude);
+  out.put(static_cast<std::uint32_t>(key.frequencies.size()));
+  for (const double frequency : key.frequencies) out.put(frequency);
+}
+
+std::shared_ptr<const cache::Rotation> load_rotation(Reader& in, int key_dim) {
+  if (in.get<std::uint8_t>() == 0) return nullptr;
+  KeyRotation key;
+  const auto pairs = in.get<std::uint8_t>();
+  if (pairs > static_cast<std::uint8_t>(RotaryPairs::halves)) bad("the kind of the key rotation is unknown");
+  key.pairs = static_cast<RotaryPairs>(pairs);
+  key.magnitude = in.get<double>();
+  const auto count = in.get<std::uint32_t>();
+  if (count > static_cast<std::uint32_t>(key_dim)) bad("the key rotation has too many pairs");
+  for (std::uint32_t i = 0; i < count; ++i) key.frequencies.push_back(in.get<double>());
+  try {
+    return std::make_shared<const cache::Rotation>(key, key_dim);
+  } catch (const Error& error) {
+    bad(error.what());
+  }
+}
+
+void load_positions(PageStore::Impl& impl, Page& page, int cells, Reader& in) {
+  const std::size_t bytes = static_cast<std::size_t>(cells) * sizeof(std::int32_t);
+  const std::byte* stored = in.take(bytes);
+  page.positions = impl.make_positions(nullptr);
+  std::memcpy(page.positions.get(), stored, bytes);
+}
+
 // The same per cell of an open page, as bfloat16.
 void save_query(const PageStore::Impl& impl, const Page& page, std::size_t token, Writer& out) {
   out.put(static_cast<std::uint8_t>(page.observed[token]));
@@ -104,6 +142,10 @@ void load_query(PageStore::Impl& impl, Page& page, std::size_t token, Reader& in
 void save_page(const PageStore::Impl& impl, std::int64_t number, int length, Writer& out) {
   const Page& page = impl.pages[static_cast<std::size_t>(number)];
   out.put(page.open ? PageKind::open : (page.sealed ? PageKind::sealed : PageKind::empty));
+  if (impl.needs_rotation()) {
+    out.put_bytes(reinterpret_cast<const std::byte*>(page.positions.get()),
+                  static_cast<std::size_t>(length) * sizeof(std::int32_t));
+  }
   std::vector<std::byte> token(token_bytes(impl.shape));
   if (page.open) {
     for (int i = 0; i < length; ++i) {
@@ -307,7 +349,7 @@ Reader open_image(std::span<const std::byte> image) {
   if (std::memcmp(in.take(sizeof kMagic), kMagic, sizeof kMagic) != 0) bad("does not start with KVANTCAC");
   in.version = in.get<std::uint32_t>();
   if (in.version < 1 || in.version > kVersion) {
-    bad("is version " + std::to_string(in.version) + "; this build reads versions 1 and 2");
+    bad("is version " + std::to_string(in.version) + "; this build reads versions 1 to 3");
   }
   std::uint64_t checksum = 0;
   std::memcpy(&checksum, image.data() + image.size() - sizeof checksum, sizeof checksum);
@@ -340,7 +382,7 @@ std::vector<std::byte> Cache::save() const {
   const PageStore::Impl& impl = store_.impl();
   Writer out;
   out.put(kMagic);
-  out.put(kVersion);
+  out.put(impl.needs_rotation() ? kVersion : kVersionUnturned);
   out.put_text(to_text(impl.recipe));
   for (const int extent : {impl.shape.kv_heads, impl.shape.key_dim, impl.shape.value_dim}) {
     out.put(static_cast<std::int32_t>(extent));
@@ -351,6 +393,7 @@ std::vector<std::byte> Cache::save() const {
     save_sums(impl.queries_seen ? impl.query_sums.data() : nullptr, impl.query_sums.size(), out);
   }
   if (impl.probes) save_probes(*impl.probes, out);
+  if (impl.needs_rotation()) save_rotation(impl.rotation.get(), out);
   for (std::int64_t page = 0; page * impl.tokens() < length_; ++page) {
     save_page(impl, page, static_cast<int>(std::min<std::int64_t>(impl.tokens(), length_ - page * impl.tokens())), out);
   }
@@ -368,13 +411,17 @@ Cache Cache::load(std::span<const std::byte> image) {
   const bool younger = layout.key.budget > 0 || !impl.query_sums.empty() || !layout.key.table.empty() ||
                        !layout.value.table.empty() || layout.salient > 0;
   if (in.version == 1 && younger) bad("has a recipe that version 1 lacks");
+  if ((in.version == kVersion) != impl.needs_rotation()) bad("is version 3 and has keys after RoPE, or the reverse");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
   if (impl.probes) load_probes(impl.shape, length, in, *impl.probes);
+  if (impl.needs_rotation()) impl.rotation = load_rotation(in, impl.shape.key_dim);
+  if (impl.needs_rotation() && length > 0 && !impl.rotation) bad("has keys before RoPE and no rotation");
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());
   for (std::int64_t number = 0; number < pages; ++number) {
     const int cells = static_cast<int>(std::min<std::int64_t>(impl.tokens(), length - number * impl.tokens()));
     const auto kind = in.get<PageKind>();
+    if (impl.needs_rotation()) load_positions(impl, impl.pages[static_cast<std::size_t>(number)], cells, in);
     if (kind == PageKind::open) {
       load_open(impl, number, cells, in);
     } else if (kind == PageKind::sealed && cells == impl.tokens() && impl.recipe.quantizes()) {

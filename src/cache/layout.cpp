@@ -136,7 +136,10 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
     }
   }
   layout.page_bytes = heads_bytes + base::round_up(shared, static_cast<std::size_t>(tiles::kGroupBytes));
-  layout.bits_per_value = 8.0 * static_cast<double>(layout.page_bytes) /
+  if (catalog::before_rope(recipe)) {
+    layout.position_bytes = static_cast<std::size_t>(recipe.page) * sizeof(std::int32_t);
+  }
+  layout.bits_per_value = 8.0 * static_cast<double>(layout.page_bytes + layout.position_bytes) /
                           (static_cast<double>(recipe.page) * shape.kv_heads * (shape.key_dim + shape.value_dim));
   return layout;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/aligned.hpp"
+#include "cache/rotation.hpp"
 #include "cache/rows.hpp"
 #include "cache/tile.hpp"
 #include "kvant/layout.hpp"
@@ -38,6 +39,9 @@ struct Page {
   // Recipes with probes, open pages: the store's row count when each cell's key was written, 0 before it was last
   // opened.
   std::unique_ptr<std::int64_t[]> clocks;
+  // Recipes with keys before RoPE: the position of each key, [page]; null while the page is empty. Not part of the
+  // sealed block, which copies share: a context shift moves positions of one copy.
+  std::unique_ptr<std::int32_t[]> positions;
   // Until the page is sealed: the squares of the queries of each observed cell, summed over the heads of a group, as
   // bfloat16 [page][kv_heads][key_dim]; null: none. Kept per cell, so that a cell that is forgotten leaves no trace.
   std::unique_ptr<std::uint16_t[]> queries;
@@ -50,11 +54,17 @@ struct Page {
 
 // ---- src/cache/encode.cpp and decode.cpp: between open rows and sealed blocks
 
+// Where keys are stored before RoPE: what turns them, and the position of each token of the page. Else both are null.
+struct KeyTurns {
+  const Rotation* rotation = nullptr;
+  const std::int32_t* positions = nullptr;
+};
+
 // Encode the keys of one head and the values of `heads` heads (one, or all of them where they share a grid) of an open
 // page into its block, which is zeros before but for its order of tokens. Cells in `skip` are left out of every
 // statistic. `queries`: sums of squares per channel of this head's queries so far, or null.
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, const double* queries, std::byte* block);
+                 int head, const CellSet& skip, const double* queries, KeyTurns turns, std::byte* block);
 void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
                    int first_head, int heads, const CellSet& skip, std::byte* block);
 
@@ -63,11 +73,12 @@ ExactRows copy_exact(const CacheShape& shape, int page_tokens, const std::byte* 
 
 // The inverse of all: fills an open page from a sealed one.
 void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
-                 std::byte* open);
+                 KeyTurns turns, std::byte* open);
 
 // Decodes one head's keys as float [key_dim][page], or its values as [page][value_dim padded to 16] (the padding is
-// left alone), tokens in cell order, values rotated back and times their factors, not rounded to the cache's type.
-void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
+// left alone), tokens in cell order, keys turned as the host did, values rotated back and times their factors, not
+// rounded to the cache's type.
+void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, int head, KeyTurns turns, float* out);
 void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out);
 
 // Minimum and maximum per stored depth index, as float.

@@ -55,6 +55,21 @@ std::size_t most_lanes(const AttentionPlan& plan) {
   return std::size_t{16} * static_cast<std::size_t>(std::max(shape.key_dim, shape.value_dim) + plan.store->tokens());
 }
 
+struct TurnedSizes {
+  std::size_t tile = 0;
+  std::size_t blocks = 0;
+  std::size_t room = 0;
+  std::size_t positions = 0;
+
+  explicit TurnedSizes(const AttentionPlan& plan) {
+    if (!plan.store->rotation) return;
+    positions = static_cast<std::size_t>(plan.store->tokens());
+    tile = positions * static_cast<std::size_t>(plan.store->shape.key_dim);
+    blocks = positions / tiles::kLanes;
+    room = blocks * plan.store->rotation->block_floats();
+  }
+};
+
 }  // namespace
 
 std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
@@ -67,6 +82,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const auto deep = static_cast<std::size_t>(base::round_up(longest(plan), tiles::kDepthPad));
   const bool gathers = plan.store->layout.key.order_entry > 0;
   const bool rotates = plan.store->layout.value.rotation > 1;
+  const TurnedSizes turned(plan);
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
          7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
@@ -75,7 +91,9 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
                   : 0) +
          (rotates ? Arena::padded<float>(n * value) + Arena::padded<float>(n) : 0) +
          Arena::padded<float>(most_outliers(plan)) + 2 * Arena::padded<std::uint16_t>(most_outliers(plan)) +
-         Arena::padded<float>(most_lanes(plan)) +
+         Arena::padded<float>(most_lanes(plan)) + Arena::padded<float>(turned.tile) +
+         Arena::padded<tiles::TurnBlock>(turned.blocks) + Arena::padded<float>(turned.room) +
+         Arena::padded<std::int32_t>(turned.positions) +
          (plan.store->layout.value.channel_factors ? Arena::padded<float>(n * value) + Arena::padded<float>(value) : 0);
 }
 
@@ -108,6 +126,11 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   outlier_rows_ = arena.take<std::uint16_t>(most_outliers(plan));
   outlier_depths_ = arena.take<std::uint16_t>(most_outliers(plan));
   lanes_ = arena.take<float>(most_lanes(plan));
+  const TurnedSizes turned(plan);
+  turned_ = arena.take<float>(turned.tile);
+  turn_blocks_ = arena.take<tiles::TurnBlock>(turned.blocks);
+  turn_room_ = arena.take<float>(turned.room);
+  positions_ = arena.take<std::int32_t>(turned.positions);
   if (store_.layout.key.order_entry > 0) {
     order_ = arena.take<std::uint16_t>(deep);
     gathered_ = arena.take<float>(n * static_cast<std::size_t>(query_stride_));
@@ -258,18 +281,11 @@ void QueryBlock::score_exact(const ExactRows& exact, const std::uint8_t* tokens)
   }
 }
 
-void QueryBlock::score_page(const Page& page, int cells) {
-  if (page.open) {
-    for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, 0.0F);
-    multiply_open(page.open.get() + store_.rows.key_at(head_, 0, 0), store_.tokens(), cells, store_.shape.key_dim,
-                  queries_, query_stride_, scores_, score_stride_, ahead_key_);
-    return;
-  }
-  const std::byte* block = page.sealed->block.get();
+void QueryBlock::score_tiles(const Page& page) {
   std::ptrdiff_t first = 0;
   for (const TileLayout* tile : {&store_.layout.key, &store_.layout.key_rest}) {
     if (tile->rows == 0) continue;
-    const TileView view(store_.layout, *tile, block, head_);
+    const TileView view(store_.layout, *tile, page.sealed->block.get(), head_);
     pack_tile(view, queries_, query_stride_);
     // The padding of its rows is written too: places that the next tile fills, or such behind the page.
     multiply_tile(view, tiles::Start::replace, first == 0 ? ahead_key_ : tiles::Ahead(), scores_ + first,
@@ -277,8 +293,22 @@ void QueryBlock::score_page(const Page& page, int cells) {
     add_outliers(view, queries_, query_stride_, scores_ + first, score_stride_);
     first += tile->rows;
   }
+}
+
+void QueryBlock::score_page(const Page& page, int cells) {
+  if (page.open) {
+    for (int n = 0; n < vectors_; ++n) std::fill_n(scores_ + n * score_stride_, cells, 0.0F);
+    multiply_open(page.open.get() + store_.rows.key_at(head_, 0, 0), store_.tokens(), cells, store_.shape.key_dim,
+                  queries_, query_stride_, scores_, score_stride_, ahead_key_);
+    return;
+  }
+  if (store_.needs_rotation()) {
+    score_turned(page);
+  } else {
+    score_tiles(page);
+  }
   const ExactRows& exact = page.sealed->exact;
-  if (!exact.cells.empty()) score_exact(exact, token_order(store_.layout, block, head_));
+  if (!exact.cells.empty()) score_exact(exact, token_order(store_.layout, page.sealed->block.get(), head_));
 }
 
 // Moves the weights of exact cells out of the page's weights and mixes their values.

@@ -81,6 +81,11 @@ class QueryBlock {
   bool is_plain(std::int64_t first_cell, int cells) const;
   void score_page(const Page& page, int cells);
   void score_exact(const ExactRows& exact, const std::uint8_t* tokens);
+  // The codes of a sealed page.
+  void score_tiles(const Page& page);
+  // The same where keys are stored before RoPE (src/cache/query_turned.cpp).
+  void score_turned(const Page& page);
+  void turn_outliers(const TileView& view);
   void mix_page(const Page& page, int cells);
   void mix_exact(const ExactRows& exact, const std::uint8_t* tokens);
   void mix_factored(const TileView& view);
@@ -148,7 +153,12 @@ class QueryBlock {
   bool has_lanes_ = false;        // they are made when the first such tile comes
   float* gathered_ = nullptr;     // [vectors][key_dim] in the order of a key tile
   float* mask_ = nullptr;         // [vectors][page]
-  tiles::Ahead ahead_key_;        // what a page's key product asks for
+  // Keys stored before RoPE: a page of them decoded and rotated, [key_dim][page], and the angles.
+  float* turned_ = nullptr;
+  tiles::TurnBlock* turn_blocks_ = nullptr;
+  float* turn_room_ = nullptr;
+  std::int32_t* positions_ = nullptr;  // by place
+  tiles::Ahead ahead_key_;             // what a page's key product asks for
   tiles::Ahead ahead_value_;
   const float** mask_rows_ = nullptr;
   std::int32_t* packed_ = nullptr;

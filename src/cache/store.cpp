@@ -78,6 +78,7 @@ PageStore::Impl::Impl(const Impl& other)
       counts(other.counts),
       query_sums(other.query_sums),
       queries_seen(other.queries_seen),
+      rotation(other.rotation),
       probes(other.probes) {
   pages.resize(other.pages.size());
   for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -90,6 +91,7 @@ PageStore::Impl::Impl(const Impl& other)
     to.last_write = from.last_write;
     to.queries = copy_queries(from);
     to.observed = from.observed;
+    if (from.positions) to.positions = make_positions(&from);
     if (from.clocks) {
       to.clocks = std::make_unique<std::int64_t[]>(static_cast<std::size_t>(tokens()));
       std::copy_n(from.clocks.get(), tokens(), to.clocks.get());
@@ -133,9 +135,10 @@ std::byte* PageStore::Impl::open(std::int64_t number) {
   if (page.open) return page.open.get();
   open_pages.reserve(open_pages.size() + 1);
   auto clocks = probes ? std::make_unique<std::int64_t[]>(static_cast<std::size_t>(tokens())) : nullptr;
+  if (needs_rotation() && !page.positions) page.positions = make_positions(nullptr);
   base::AlignedBytes buffer = pool->take(rows.bytes);
   if (page.sealed) {
-    cache::decode_page(recipe, shape, layout, *page.sealed, buffer.get());
+    cache::decode_page(recipe, shape, layout, *page.sealed, turns_of(page), buffer.get());
     page.sealed.reset();
     ++counts.reopens;
   } else {
@@ -201,7 +204,8 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     } else {
       const int head = part - value_items;
       const double* queries = sums[i].empty() ? nullptr : sums[i].data() + std::ptrdiff_t{head} * shape.key_dim;
-      cache::encode_keys(recipe, shape, layout, rows_of_page, head, skip[i], queries, block);
+      cache::encode_keys(recipe, shape, layout, rows_of_page, head, skip[i], queries,
+                         turns_of(pages[static_cast<std::size_t>(ready[i])]), block);
     }
   });
   for (std::size_t i = 0; i < ready.size(); ++i) {
@@ -331,8 +335,10 @@ StoreBytes PageStore::bytes() const {
   const TileLayout& key = impl_->layout.key;
   bytes.tables += (key.range_min.capacity() + key.range_max.capacity()) * sizeof(float);
   if (impl_->probes) bytes.tables += impl_->probes->bytes();
+  if (impl_->rotation) bytes.tables += impl_->rotation->bytes();
   for (const Page& page : impl_->pages) {
     if (page.clocks) bytes.tables += static_cast<std::size_t>(impl_->tokens()) * sizeof(std::int64_t);
+    if (page.positions) bytes.tables += impl_->layout.position_bytes;
     if (page.open) bytes.open += impl_->rows.bytes;
     if (page.queries) bytes.tables += impl_->layout.query_bytes;
     if (!page.sealed) continue;

@@ -43,7 +43,8 @@ struct PageStore::Impl {
   // them.
   std::vector<double> query_sums;
   bool queries_seen = false;
-  std::optional<cache::Probes> probes;  // only where the recipe tells salient tokens by attention
+  std::shared_ptr<const cache::Rotation> rotation;  // of recipes with keys before RoPE, once the host has given it
+  std::optional<cache::Probes> probes;              // only where the recipe tells salient tokens by attention
 
   Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std::shared_ptr<PagePool> p);
   Impl(const Impl& other);
@@ -69,6 +70,15 @@ struct PageStore::Impl {
   void seal(std::span<const std::int64_t> ready, int threads);
   // Salient tokens of pages that are about to be encoded, into their blocks. True for pages without any probe.
   bool order_tokens(std::int64_t page, const cache::CellSet& skip, int threads, std::byte* block) const;
+
+  // ---- src/cache/store_rotation.cpp
+  bool needs_rotation() const { return layout.position_bytes > 0; }
+  cache::KeyTurns turns_of(const cache::Page& page) const { return {rotation.get(), page.positions.get()}; }
+  std::unique_ptr<std::int32_t[]> make_positions(const cache::Page* from) const;
+  // Throws unless keys of these positions (empty: the cells' numbers) may be written.
+  void check_positions(std::span<const std::int64_t> cells, std::span<const std::int64_t> positions) const;
+  void take_rotation(const Impl& from);
+  void turn_open(cache::Page& page, std::size_t token, std::int32_t distance);
 
   // ---- src/cache/store_queries.cpp
   // The sums that each of the pages, in this order, is encoded with: the store's and those of all pages so far; empty

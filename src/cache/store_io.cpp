@@ -157,8 +157,12 @@ class PageReader {
     decoded_.resize(static_cast<std::size_t>(impl_.shape.kv_heads) * head_size_);
     for (int head = 0; head < impl_.shape.kv_heads; ++head) {
       float* out = decoded_.data() + static_cast<std::size_t>(head) * head_size_;
-      const auto decode = keys ? cache::decode_keys : cache::decode_values;
-      decode(impl_.layout, impl_.shape.dtype, source.sealed->block.get(), head, out);
+      const std::byte* block = source.sealed->block.get();
+      if (keys) {
+        cache::decode_keys(impl_.layout, impl_.shape.dtype, block, head, impl_.turns_of(source), out);
+      } else {
+        cache::decode_values(impl_.layout, impl_.shape.dtype, block, head, out);
+      }
     }
   }
 
@@ -182,6 +186,7 @@ void PageStore::write(Side side, std::span<const std::int64_t> cells, const Cons
     base::fail(ErrorCode::invalid_argument, "positions has " + std::to_string(positions.size()) + " entries for " +
                                                 std::to_string(cells.size()) + " cells");
   }
+  if (side == Side::key) impl.check_positions(cells, positions);
   const auto values = static_cast<std::size_t>(impl.shape.kv_heads) * static_cast<std::size_t>(dim);
   std::vector<float> buffer(values);
   std::vector<std::byte> narrow(values * impl.rows.element);
@@ -198,6 +203,9 @@ void PageStore::write(Side side, std::span<const std::int64_t> cells, const Cons
     page.exact.set(token, (positions.empty() ? cells[i] : positions[i]) < impl.recipe.sink);
     // Keys alone move the clock: values of the same call come later and must not make early pages look recent.
     if (side == Side::value) continue;
+    if (page.positions) {
+      page.positions[token] = static_cast<std::int32_t>(positions.empty() ? cells[i] : positions[i]);
+    }
     page.observed.reset(token);  // a query of the row that was there before
     page.last_write = ++impl.rows_written;
     if (page.clocks) page.clocks[token] = impl.rows_written;
@@ -233,6 +241,7 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
   }
   const PageStore snapshot = this == &from ? PageStore(from) : PageStore(impl.recipe, impl.shape, 0, impl.pool);
   const PageStore& origin = this == &from ? snapshot : from;
+  if (this != &from) impl.take_rotation(source);
   if (this != &from && !impl.queries_seen) {
     impl.query_sums = source.query_sums;
     impl.queries_seen = source.queries_seen;
@@ -264,6 +273,7 @@ void PageStore::copy_run(const Impl& source, std::int64_t from, std::int64_t to,
     target.key_written = page.key_written;
     target.value_written = page.value_written;
     target.exact = page.exact;
+    if (page.positions) target.positions = impl.make_positions(&page);
     return;
   }
   forget(to, count);
@@ -291,6 +301,12 @@ void PageStore::copy_run(const Impl& source, std::int64_t from, std::int64_t to,
       }
     }
     write(side, write_cells, dense_view(rows.data(), DType::f32, n, impl.shape.kv_heads, dim), positions);
+    if (side == Side::value || !page.positions) continue;
+    cache::Page& target = impl.pages[static_cast<std::size_t>(to_page)];
+    for (std::int64_t i = 0; i < count; ++i) {
+      target.positions[static_cast<std::size_t>((to + i) % impl.tokens())] =
+          page.positions[static_cast<std::size_t>((from + i) % impl.tokens())];
+    }
   }
   impl.copy_query_cells(page, from % impl.tokens(), to, count);
 }

@@ -65,6 +65,11 @@ bool uses_queries(const Recipe& recipe) {
   return side.uses_queries != nullptr && side.uses_queries(recipe.key);
 }
 
+bool before_rope(const Recipe& recipe) {
+  const KeySide& side = side_of(recipe.key);
+  return side.before_rope != nullptr && side.before_rope(recipe.key);
+}
+
 std::optional<TokenClasses> token_classes(const Recipe& recipe) {
   const KeySide& keys = side_of(recipe.key);
   if (keys.classes != nullptr) return keys.classes(recipe.key);

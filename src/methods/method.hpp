@@ -88,6 +88,8 @@ struct KeySide : Side<KeyRecipe> {
   std::string (*remark)(const KeyRecipe& keys) = nullptr;  // for the status; null: nothing to say
   // True when choose_widths wants the statistics of the queries; null: never.
   bool (*uses_queries)(const KeyRecipe& keys) = nullptr;
+  // True when pages hold the keys as they were before RoPE; null: never.
+  bool (*before_rope)(const KeyRecipe& keys) = nullptr;
 };
 
 struct ValueSide : Side<ValueRecipe> {
@@ -113,6 +115,7 @@ const Method& find(std::string_view name);
 TileSpec key_tile(const Recipe& recipe, int channels);
 TileSpec value_tile(const Recipe& recipe, int channels);
 bool uses_queries(const Recipe& recipe);
+bool before_rope(const Recipe& recipe);
 // The classes that either side asks for; validate() sees to it that both sides ask for the same.
 std::optional<TokenClasses> token_classes(const Recipe& recipe);
 // Salient tokens of a page: the rounded share, at least one and not all; 0 without classes.

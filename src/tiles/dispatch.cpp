@@ -24,6 +24,7 @@ void fill_products(Kernels& k);
 void fill_rows(Kernels& k);
 void fill_softmax(Kernels& k);
 void fill_codec(Kernels& k);
+void fill_rotate(Kernels& k);
 void fill_matrix_pack(Kernels& k);
 void fill_matrix_products(Kernels& k, bool emulated);
 
@@ -69,6 +70,7 @@ std::vector<Kernels> make_sets() {
     fill_products(k);
     fill_rows(k);
     fill_softmax(k);
+    fill_rotate(k);
     k.name = set_name(k.name);
 #if KVANT_AMX
     if (k.name == "avx512vnni" && amx_usable()) {

@@ -131,6 +131,42 @@ struct SparseProduct {
   float* scratch = nullptr;  // 16 * (row_count + depth) floats
 };
 
+// How 16 rows of a tile are turned: pair p at row j by the angle of lane (p, j) plus that of the block.
+struct TurnBlock {
+  const float* lane_cosines = nullptr;  // [pairs][16]
+  const float* lane_sines = nullptr;
+  const float* cosines = nullptr;  // [pairs]
+  const float* sines = nullptr;
+};
+
+constexpr int kMostRowTiles = 16;
+
+// out[d][row] = min[d] + step[d] * table[code] with pairs of channels turned: pair p is channel x = p * pair_step and
+// y = x + pair_distance, and becomes (x cos - y sin, x sin + y cos). Channels from 2 * pairs on stay as they are.
+struct TurnedTile {
+  const CodePlane* planes = nullptr;  // over the whole depth; the first one has shift 0
+  int count = 0;                      // 1 or 2: codes of 2 to 4 bits
+  int rows = 0;                       // 32, 64, 128 or 256, those of a page
+  int depth = 0;
+  const std::uint8_t* table = nullptr;  // [kTableSize]
+  const float* min = nullptr;           // [depth]
+  const float* step = nullptr;
+  int pairs = 0;  // 1 to depth / 2
+  int pair_step = 1;
+  int pair_distance = 1;
+  const TurnBlock* blocks = nullptr;  // [rows / 16]
+  float* out = nullptr;               // [depth][out_stride]
+  std::int64_t out_stride = 0;
+};
+
+// sincos goes over this many angles at a time.
+constexpr int kSinCosStep = 8;
+// Radians of a turn, and the Taylor terms of sin(x) / x and cos(x) in x^2: for |x| <= pi / 4 the next one is below
+// 1e-11.
+constexpr double kTurn = 6.283185307179586;
+constexpr double kSineTerms[] = {1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800};
+constexpr double kCosineTerms[] = {1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600};
+
 // One page of the online softmax: scores become exp(score - new maximum); maximum and sum of each vector move on.
 struct SoftmaxArgs {
   float* scores = nullptr;  // [vectors][stride], in: logits without mask, out: weights
@@ -199,6 +235,9 @@ struct Kernels {
   // Walsh-Hadamard transform of every `block` consecutive values, in place and not normalised; block is a power of two
   // that divides n. The same additions in the same tree on every set.
   void (*hadamard)(float* x, int n, int block) = nullptr;
+  // Of turns[i] full turns; n is a multiple of kSinCosStep. The same bits on every set, right to a rounding of float.
+  void (*sincos)(const double* turns, int n, float* cosines, float* sines) = nullptr;
+  void (*turn_tile)(const TurnedTile&) = nullptr;
   // Bits shift..shift+bits-1 of codes[d] (rows of code_stride bytes, index may select them) to and from a plane.
   // `codes` rows must be padded to 16 with zeros for pack; unpack ORs into them.
   void (*pack_plane)(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits,

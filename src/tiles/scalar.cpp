@@ -250,6 +250,57 @@ void hadamard(float* x, int n, int block) {
   }
 }
 
+template <std::size_t N>
+double polynomial(double x, const double (&terms)[N]) {
+  double sum = terms[N - 1];
+  for (std::size_t i = N - 1; i-- > 0;) sum = sum * x + terms[i];
+  return sum;
+}
+
+void sincos(const double* turns, int n, float* cosines, float* sines) {
+  for (int i = 0; i < n; ++i) {
+    const double rest = turns[i] - std::nearbyint(turns[i]);
+    const double quarter = std::nearbyint(rest * 4);
+    const double x = (rest - quarter * 0.25) * kTurn;
+    const double sine = x * polynomial(x * x, kSineTerms);
+    const double cosine = polynomial(x * x, kCosineTerms);
+    const auto place = static_cast<int>(quarter) & 3;  // a quarter on: (cos, sin) becomes (-sin, cos)
+    cosines[i] = static_cast<float>(place == 0 ? cosine : (place == 1 ? -sine : (place == 2 ? -cosine : sine)));
+    sines[i] = static_cast<float>(place == 0 ? sine : (place == 1 ? cosine : (place == 2 ? -sine : -cosine)));
+  }
+}
+
+void turn_tile(const TurnedTile& a) {
+  const auto value = [&](int d, int row) {
+    int code = 0;
+    for (int k = 0; k < a.count; ++k) {
+      const CodePlane& plane = a.planes[k];
+      for_each_block(plane.bits, a.rows, plane.depth, [&](int first, int tiles, std::size_t offset) {
+        const int tile = row / kLanes - first;
+        if (tile < 0 || tile >= tiles) return;
+        code |= code_at(plane.plane + offset, plane.bits, tiles, tile, row % kLanes, d) << plane.shift;
+      });
+    }
+    return a.min[d] + a.step[d] * static_cast<float>(a.table[code]);
+  };
+  for (int row = 0; row < a.rows; ++row) {
+    float* out = a.out + row;
+    const TurnBlock& block = a.blocks[row / kLanes];
+    for (int pair = 0; pair < a.pairs; ++pair) {
+      const float c = block.lane_cosines[pair * kLanes + row % kLanes];
+      const float s = block.lane_sines[pair * kLanes + row % kLanes];
+      const float cosine = block.cosines[pair] * c - block.sines[pair] * s;
+      const float sine = block.cosines[pair] * s + block.sines[pair] * c;
+      const int first = pair * a.pair_step;
+      const float x = value(first, row);
+      const float y = value(first + a.pair_distance, row);
+      out[first * a.out_stride] = x * cosine - y * sine;
+      out[(first + a.pair_distance) * a.out_stride] = x * sine + y * cosine;
+    }
+    for (int d = 2 * a.pairs; d < a.depth; ++d) out[d * a.out_stride] = value(d, row);
+  }
+}
+
 void pack_plane(const std::uint8_t* codes, std::int64_t code_stride, const std::uint16_t* index, int bits, int shift,
                 int rows, int depth, std::byte* plane) {
   std::memset(plane, 0, plane_bytes(bits, rows, depth));
@@ -302,6 +353,8 @@ Kernels scalar_kernels() {
   k.line_sums = line_sums;
   k.grid_error = grid_error;
   k.hadamard = hadamard;
+  k.sincos = sincos;
+  k.turn_tile = turn_tile;
   k.pack_plane = pack_plane;
   k.unpack_plane = unpack_plane;
   return k;

@@ -49,7 +49,8 @@ def as_weights(path, weight):
 def read_calibration(path):
     """The layers of a calibration file: [{levels, ranges}], and its head."""
     data = open(path, "rb").read()
-    assert data[:12] == b"KVANTCAL" + struct.pack("<I", 1)
+    assert data[:8] == b"KVANTCAL"
+    (version,) = struct.unpack_from("<I", data, 8)
     at, texts = 12, []
     for _ in range(3):
         (size,) = struct.unpack_from("<I", data, at)
@@ -65,4 +66,4 @@ def read_calibration(path):
         at += 208 + ranges.nbytes
         layers.append({"layer": layer, "shape": (heads, key_dim, value_dim), "tables": tables, "ranges": ranges})
     assert at + 8 == len(data)
-    return {"texts": texts, "outliers": outliers, "tokens": tokens, "weighted": weighted, "layers": layers}
+    return {"version": version, "texts": texts, "outliers": outliers, "tokens": tokens, "weighted": weighted, "layers": layers}

@@ -96,6 +96,27 @@ def test_fisher_weights_count(learned, kvant, model, text, tmp_path):
     assert done.returncode == USAGE and "weights of the keys" in done.stderr
 
 
+def test_keys_before_rope_have_a_file_of_their_own(learned, kvant, model, text, tmp_path):
+    after, after_rows = learned
+    before, rows = tmp_path / "before.kvcal", tmp_path / "rows"
+    done = kvant("calibrate", "-m", model, "-f", text, "-o", before, "--rope", "before", "--rows", rows, *SHORT)
+    assert done.returncode == OK, done.stderr
+    assert (read_calibration(after)["version"], read_calibration(before)["version"]) == (1, 2)
+    recorded, turned = read_rows(rows), read_rows(after_rows)
+    check_layer(read_calibration(before)["layers"][4], recorded, lambda vectors: np.ones_like(vectors, np.float64))
+    lengths = [np.linalg.norm(all_rows[4, 0], axis=1) for all_rows in (recorded, turned)]
+    assert np.allclose(*lengths, rtol=2e-3) and not np.allclose(recorded[4, 0], turned[4, 0], atol=0.1)
+    recipe = f"kvquant:k=3,v=3,rope=before,window=0,page=32,file={before}"
+    done = kvant("compare", "-m", model, "-f", text, "--recipes", recipe, "-c", 128, "--ubatch", 32, "--chunks", 1,
+                 "--no-speed")  # fmt: skip
+    assert done.returncode == OK, done.stderr
+    assert "keys are stored before RoPE" in done.stdout and "kvquant is calibrated on 95 tokens" in done.stdout
+    for file, rope, other in ((after, "before", "after"), (before, "after", "before")):
+        done = kvant("run", "--recipe", f"kvquant:rope={rope},file={file}", "--", "llama-bench")
+        assert done.returncode == USAGE
+        assert all(part in done.stderr for part in ("'rope'", f"'{rope}'", other, str(file))), done.stderr
+
+
 def test_compare_says_what_the_levels_are(learned, kvant, model, text):
     file, _ = learned
     rows = f"kvquant:k=2,v=2,window=0,page=32; kvquant:k=2,v=2,window=0,page=32,file={file}"

@@ -19,6 +19,10 @@ void use(kvant::Cache cache) {
   const std::vector<float> row(
       static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(std::max(shape.key_dim, shape.value_dim)),
       0.5F);
+  if (cache.store().needs_rotation() && cache.length() == 0) {
+    if (shape.key_dim < 2) return;  // no pair of channels to rotate
+    cache.set_key_rotation({kvant::RotaryPairs::halves, {1.0}, 1});
+  }
   const auto view = [&](int dim) { return kvant::dense_view(row.data(), kvant::DType::f32, 1, shape.kv_heads, dim); };
   cache.append(view(shape.key_dim), view(shape.value_dim));
   std::vector<float> out(row.size());

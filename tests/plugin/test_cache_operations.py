@@ -38,6 +38,19 @@ PACKED_SCENARIOS = [
     "checkpoint:unified",
     "cleared:unified",
 ]
+# Keys before RoPE: positions have to go with their cells through all of it.
+TURNED = "kvquant:k=4,v=4,rope=before,window=32,page=32"
+TURNED_SCENARIOS = [
+    "two_sequences:unified",
+    "copied_sequence:streams",
+    "copied_sequence:unified",
+    "removed_and_refilled:unified",
+    "shifted:streams",
+    "restored:streams",
+    "checkpoint:unified",
+    "cleared:unified",
+    "bf16_type:unified",
+]
 WINDOW_SCENARIOS = ["copied_sequence:unified", "removed_and_refilled:unified", "restored:streams"]
 
 
@@ -84,6 +97,33 @@ def test_host_that_believes_in_a_quantized_cache(name, f16_results):
 @pytest.mark.parametrize("name", PACKED_SCENARIOS)
 def test_packed_pages_stay_close(name, packed_results):
     assert kld_of(packed_results, name) < PACKED_NOISE
+
+
+@pytest.fixture(scope="module", name="turned_results")
+def run_turned(plugin, smollm2, text):
+    return run_scenarios(TURNED, plugin, smollm2, text, TURNED_SCENARIOS)
+
+
+@pytest.mark.xdist_group("turned")
+@pytest.mark.parametrize("name", TURNED_SCENARIOS)
+def test_keys_before_rope_stay_close(name, turned_results):
+    assert kld_of(turned_results, name) < PACKED_NOISE
+
+
+@pytest.mark.xdist_group("turned")
+def test_keys_before_rope_of_a_neox_model_with_a_window(plugin, gemma, text):
+    results = run_scenarios(TURNED, plugin, gemma, text, [*WINDOW_SCENARIOS, "shifted:streams"])
+    for name in [*WINDOW_SCENARIOS, "shifted:streams"]:
+        assert kld_of(results, name) < 2 * PACKED_NOISE
+
+
+@pytest.mark.xdist_group("turned")
+def test_keys_that_cannot_be_turned_back_fail_by_name(plugin, smollm2, text):
+    """With a quantized cache type the host multiplies keys by a Hadamard matrix behind RoPE."""
+    divergences, errors, _ = run_scenarios(TURNED, plugin, smollm2, text, ["quantized_type:streams"])
+    assert not divergences
+    lines = [line for line in errors.splitlines() if line.startswith("kvant: ")]
+    assert len(lines) == 1 and "layer 0: keys before RoPE are asked for, but no RoPE" in lines[0], errors[-3000:]
 
 
 @pytest.mark.xdist_group("packed")

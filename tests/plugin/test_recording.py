@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 from conftest import HERE, kvant_lines, run_python
 from test_loading import run_code
 
@@ -34,6 +35,37 @@ def test_rows_are_those_of_the_hosts_cache(plugin, smollm2, text, tmp_path):
     # The first layer's rows do not depend on how attention was computed.
     state = stock.read_bytes()
     assert rows[0, 0] in state and rows[0, 1] in state
+
+
+def rotated(keys, first, base=100000.0):
+    """RoPE of SmolLM2 (pairs 2 i and 2 i + 1) for [rows][heads][64] at positions first, first + 1, ..."""
+    positions = first + np.arange(len(keys))
+    angles = positions[:, None, None] * base ** (-np.arange(32) / 32.0)
+    x, y = keys[..., 0::2], keys[..., 1::2]
+    out = np.empty_like(keys)
+    out[..., 0::2] = x * np.cos(angles) - y * np.sin(angles)
+    out[..., 1::2] = x * np.sin(angles) + y * np.cos(angles)
+    return out
+
+
+def test_keys_are_recorded_before_rope_as_well(plugin, smollm2, text, tmp_path):
+    recorded = {}
+    for rope in ("after", "before"):
+        record, outputs = tmp_path / rope, (tmp_path / "stock", tmp_path / "ours")
+        run_python("recording_scenario.py", plugin, smollm2, text, *outputs, KVANT_RECORD=str(record),
+                   KVANT_RECORD_ROPE=rope)  # fmt: skip
+        recorded[rope] = read_records(record)[0]
+    for layer in (0, 17):
+        assert recorded["after"][layer, 1] == recorded["before"][layer, 1]
+        after, before = (
+            np.frombuffer(recorded[rope][layer, 0], "<f2").reshape(70, 3, 64).astype(np.float64)
+            for rope in ("after", "before")
+        )
+        assert np.abs(rotated(before, 0) - after).max() < 2e-3 * np.abs(after).max()
+        assert np.abs(before - after).max() > 0.1 * np.abs(after).max()
+        # What the form is for: most of a channel is constant before the rotation.
+        spread = [rows.std(0).mean() / np.abs(rows).mean() for rows in (before[1:], after[1:])]
+        assert spread[0] < spread[1]
 
 
 def test_only_unchanged_rows_are_recorded(plugin, tmp_path):

@@ -16,6 +16,7 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
   const std::int64_t before = testing::live_bytes();
   const auto pool = make_page_pool();
   PageStore store(parsed, shape, tokens, pool);
+  if (store.needs_rotation()) store.set_key_rotation(make_rotation({.rotated = shape.key_dim}));
   std::vector<std::int64_t> cells(static_cast<std::size_t>(tokens));
   std::iota(cells.begin(), cells.end(), 0);
   const auto held = [&] {
@@ -43,7 +44,7 @@ TEST(Bytes, EqualTheAllocatorsCount) {
   for (const char* recipe :
        {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64",
         "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64", "kvquant:window=0",
-        "kvquant:k=4,v=2,outliers=0.05,page=32", "zipcache", "k=zipcache,v=kivi:4,page=32"}) {
+        "kvquant:k=4,v=2,outliers=0.05,page=32", "kvquant:rope=before", "zipcache", "k=zipcache,v=kivi:4,page=32"}) {
     check_cache(recipe, {8, 128, 128, DType::f16}, 2048);
     check_cache(recipe, {3, 64, 64, DType::f16}, 1000);
     check_cache(recipe, {2, 80, 112, DType::f32}, 700);

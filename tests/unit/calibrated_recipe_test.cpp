@@ -62,6 +62,14 @@ TEST(CalibratedRecipe, MismatchesAreErrors) {
   refuse("kvquant:qnorm=1", {"'qnorm'", "file="});
   refuse("kvquant:vqnorm=1", {"'vqnorm'", "file="});
   refuse("kivi:file=" + file.path(), {"'file'", "kivi"});
+  refuse(text + ",rope=before", {"'rope'", "'before'", "after", file.path()});
+  Calibration before = make_calibration(kShape, 0.02);
+  before.before_rope = true;
+  const CalibrationFile other(before, "before");
+  const std::string sides = "outliers=0.02,voutliers=0.02" + other.options(0);
+  EXPECT_NO_THROW(make_layout(parse_recipe("kvquant:rope=before," + sides), kShape));
+  EXPECT_NO_THROW(make_layout(parse_recipe("k=kivi,v=kvquant,voutliers=0.02" + other.options(0)), kShape));
+  refuse("kvquant:" + sides, {"'rope'", "'after'", "before", other.path()});
   Recipe recipe = parse_recipe("kivi");
   recipe.file = file.path();
   expect_error(ErrorCode::invalid_argument, {"'file'", "only with kvquant"}, [&] { validate(recipe); });

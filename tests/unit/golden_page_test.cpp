@@ -25,6 +25,7 @@ const Golden kGolden[] = {
     {"waterfill-blind", "waterfill:k=3,v=3,low=1,high=6,shared=1,page=32,window=0,sink=0", false},
     {"waterfill-range", "waterfill:k=4,v=4,low=2,high=6,grid=range,vgrid=range,rotate=0,page=32,window=0,sink=0", true},
     {"kvquant", "kvquant:k=3,v=3,outliers=0.05,voutliers=0.1,page=32,window=0,sink=1", false},
+    {"kvquant-before-rope", "kvquant:k=3,v=2,rope=before,outliers=0.05,page=32,window=0,sink=1", false},
     {"kvquant-calibrated",
      "kvquant:k=2,v=3,outliers=0.05,voutliers=0.05,qnorm=1,page=32,window=0,sink=1,layer=4,file=calibration-v1.kvcal",
      false},
@@ -57,6 +58,7 @@ Recipe recipe_of(const Golden& golden) {
 std::vector<std::byte> page_of(const Golden& golden) {
   const CacheShape shape{2, 24, 16, DType::f16};
   Cache cache(recipe_of(golden), shape);
+  cache.set_key_rotation(make_rotation({.rotated = 20}));
   const std::int64_t tokens = cache.recipe().page;
   const auto keys = whole_numbers(static_cast<std::size_t>(tokens * 2 * 24), 24);
   const auto values = whole_numbers(static_cast<std::size_t>(tokens * 2 * 16), 16);

@@ -33,7 +33,7 @@ Recipe random_recipe(std::mt19937& random) {
     keys->grid = pick(0, 1) != 0 ? Grid::range : Grid::least_squares;
   }
   const auto share = [&] { return 0.1 * static_cast<double>(random()) / static_cast<double>(std::mt19937::max()); };
-  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share(), false};
+  if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share(), false, pick(0, 1) != 0};
   if (auto* values = std::get_if<KvquantValues>(&recipe.value)) *values = {pick(2, 3, 4), share(), false};
   if (auto* values = std::get_if<ZipcacheValues>(&recipe.value)) {
     values->low = pick(1, 2, 3, 4);
@@ -85,6 +85,16 @@ TEST(Recipe, SidesCombineFreely) {
   EXPECT_EQ(to_text(recipe), "kitty:boost=0.125,v=4,sink=4,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("v=kivi:3,k=kivi:2")), "kivi:k=2,v=3,sink=0,window=128,page=128,x=16");
   EXPECT_EQ(to_text(parse_recipe("k=f16,v=f16")), "f16");
+}
+
+TEST(Recipe, KeysBeforeRopeSayWhatThatCosts) {
+  EXPECT_EQ(to_text(parse_recipe("kvquant:rope=before,k=2,outliers=0.02")),
+            "kvquant:k=2,outliers=0.02,rope=before,v=3,voutliers=0.01,sink=1,window=128,page=128,x=16");
+  EXPECT_EQ(parse_recipe("kvquant:rope=after"), parse_recipe("kvquant"));
+  EXPECT_TRUE(std::get<KvquantKeys>(parse_recipe("k=kvquant:2,v=kivi:4,rope=before").key).before_rope);
+  EXPECT_NE(remark(parse_recipe("kvquant:rope=before")).find("float32, of pages decoded and rotated; kvquant is not"),
+            std::string::npos);
+  EXPECT_EQ(remark(parse_recipe("kvquant")).find("RoPE"), std::string::npos);
 }
 
 TEST(Recipe, BothSidesOfZipcacheShareTheirClasses) {
@@ -203,6 +213,9 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kivi:k=4,k=4", {"'k'", "twice"}},
       {"kvquant:k=5", {"'k'", "'5'", "2 to 4"}},
       {"kvquant:v=1", {"'v'", "'1'", "2 to 4"}},
+      {"kvquant:rope=between", {"'rope'", "'between'", "before or after"}},
+      {"kivi:rope=before", {"'rope'", "kivi"}},
+      {"k=kivi,v=kvquant,rope=before", {"'rope'"}},
       {"kvquant:outliers=0.2", {"'outliers'", "'0.2'", "0 to 0.1"}},
       {"kvquant:voutliers=-1", {"'voutliers'", "'-1'", "0 to 0.1"}},
       {"k=kvquant:3,v=kivi:4,voutliers=0", {"'voutliers'", "outliers"}},

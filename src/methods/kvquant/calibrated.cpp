@@ -27,6 +27,14 @@ void check_share(const Recipe& recipe, const char* name, const Options* options,
             number_text(calibration.outliers) + ", which calibration file '" + recipe.file + "' was made with");
 }
 
+void check_rope(const Recipe& recipe, const Calibration& calibration) {
+  const auto* keys = std::get_if<KvquantKeys>(&recipe.key);
+  if (keys == nullptr || keys->before_rope == calibration.before_rope) return;
+  const auto text = [](bool before) { return std::string(before ? "before" : "after"); };
+  bad_value("rope", text(keys->before_rope),
+            text(calibration.before_rope) + ", which calibration file '" + recipe.file + "' was made with");
+}
+
 void set_levels(const LevelTables& tables, int bits, bool qnorm, TileSpec& spec) {
   const LevelTable& table = tables[static_cast<std::size_t>(bits - 2)];
   spec.table.assign(table.levels.begin(), table.levels.end());
@@ -67,6 +75,7 @@ void check_file(const Recipe& recipe) {
   const auto calibration = load_calibration(recipe.file, recipe.digest);
   check_share(recipe, "outliers", std::get_if<KvquantKeys>(&recipe.key), *calibration);
   check_share(recipe, "voutliers", std::get_if<KvquantValues>(&recipe.value), *calibration);
+  check_rope(recipe, *calibration);
 }
 
 void calibrate(const Recipe& recipe, const CacheShape& shape, TileSpec& keys, TileSpec& values) {

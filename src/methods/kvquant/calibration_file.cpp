@@ -15,7 +15,9 @@ namespace kvant {
 namespace {
 
 constexpr char kMagic[8] = {'K', 'V', 'A', 'N', 'T', 'C', 'A', 'L'};
+// 2 is written where keys are those before RoPE; all else is the same, so that files of version 1 keep their digest.
 constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersionBeforeRope = 2;
 constexpr int kMostExtent = 1024;
 constexpr int kMostLayer = 9999;
 constexpr std::uintmax_t kMostBytes = std::uintmax_t{1} << 28;
@@ -104,7 +106,7 @@ const LayerCalibration& Calibration::at(int layer) const {
 std::vector<std::byte> to_bytes(const Calibration& calibration) {
   base::ByteWriter out;
   out.put(kMagic);
-  out.put(kVersion);
+  out.put(calibration.before_rope ? kVersionBeforeRope : kVersion);
   for (const std::string* text : {&calibration.model, &calibration.architecture, &calibration.text}) {
     out.put_text(*text);
   }
@@ -129,9 +131,12 @@ Calibration read_calibration(std::span<const std::byte> bytes) {
   base::ByteReader in(bytes, "calibration file");
   if (std::memcmp(in.take(sizeof kMagic), kMagic, sizeof kMagic) != 0) in.bad("does not start with KVANTCAL");
   const auto version = in.get<std::uint32_t>();
-  if (version != kVersion) in.bad("is version " + std::to_string(version) + "; this build reads version 1");
+  if (version != kVersion && version != kVersionBeforeRope) {
+    in.bad("is version " + std::to_string(version) + "; this build reads versions 1 and 2");
+  }
   in.check_hash(bytes);
   Calibration calibration;
+  calibration.before_rope = version == kVersionBeforeRope;
   for (std::string* text : {&calibration.model, &calibration.architecture, &calibration.text}) {
     *text = in.get_text(4096);
   }

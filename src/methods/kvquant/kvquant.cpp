@@ -71,11 +71,23 @@ void fill_tile(const Options& options, TileSpec& spec) {
 KeySide keys() {
   KeySide side;
   add_options<KvquantKeys>(side, "k", "outliers", "qnorm");
+  side.options.emplace_back("rope");
   side.set = [](KeyRecipe& part, std::string_view option, std::string_view value) {
-    return set_option(std::get<KvquantKeys>(part), "k", "outliers", "qnorm", option, value);
+    auto& options = std::get<KvquantKeys>(part);
+    if (option != "rope") return set_option(options, "k", "outliers", "qnorm", option, value);
+    if (value != "before" && value != "after") bad_value(option, value, "before or after");
+    options.before_rope = value == "before";
+    return true;
   };
   side.options_text = [](const KeyRecipe& part) {
-    return options_text(std::get<KvquantKeys>(part), "outliers", "qnorm");
+    const auto& options = std::get<KvquantKeys>(part);
+    return options_text(options, "outliers", "qnorm") + (options.before_rope ? ",rope=before" : "");
+  };
+  side.before_rope = [](const KeyRecipe& part) { return std::get<KvquantKeys>(part).before_rope; };
+  side.remark = [](const KeyRecipe& part) {
+    return std::string(std::get<KvquantKeys>(part).before_rope
+                           ? "keys are stored before RoPE: scores are float32, of pages decoded and rotated"
+                           : "");
   };
   side.validate = [](const KeyRecipe& part) { check_options(std::get<KvquantKeys>(part), "k", "outliers"); };
   side.tile = [](const KeyRecipe& part, TileSpec& spec) { fill_tile(std::get<KvquantKeys>(part), spec); };
