@@ -7,6 +7,7 @@
 
 #include "base/byte_io.hpp"
 #include "base/half.hpp"
+#include "cache/feedback.hpp"
 #include "cache/image_v1.hpp"
 #include "cache/store.hpp"
 #include "kvant/cache.hpp"
@@ -49,6 +50,19 @@ bool load_sums(Reader& in, double* sums, std::size_t count) {
   return true;
 }
 
+// Lower triangles of sums of q q' per head. Sums that no queries have may make attention worse, but nothing else.
+void load_moments(Reader& in, const CacheShape& shape, std::vector<float>& moments) {
+  std::memcpy(moments.data(), in.take(moments.size() * sizeof(float)), moments.size() * sizeof(float));
+  const float* moment = moments.data();
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    for (int i = 0; i < shape.key_dim; ++i, moment += i) {
+      if (!std::all_of(moment, moment + i + 1, [](float x) { return std::isfinite(x); }) || moment[i] < 0) {
+        bad("a second moment of queries is not one");
+      }
+    }
+  }
+}
+
 std::size_t token_bytes(const CacheShape& shape) {
   return static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(shape.key_dim + shape.value_dim) *
          size_of(shape.dtype);
@@ -83,20 +97,23 @@ void check_finite(const std::byte* data, std::size_t count, DType dtype) {
 void save_query(const PageStore::Impl& impl, const Page& page, std::size_t token, Writer& out) {
   out.put(static_cast<std::uint8_t>(page.observed[token]));
   if (!page.observed[token]) return;
-  const std::uint16_t* cell = page.queries.get() + token * impl.query_sums.size();
-  out.put_bytes(reinterpret_cast<const std::byte*>(cell), impl.query_sums.size() * sizeof *cell);
+  const std::uint16_t* cell = impl.query_cell(page, token);
+  out.put_bytes(reinterpret_cast<const std::byte*>(cell), impl.query_values() * sizeof *cell);
 }
 
 void load_query(PageStore::Impl& impl, Page& page, std::size_t token, Reader& in) {
   if (in.get<std::uint8_t>() == 0) return;
   const std::size_t count = impl.query_sums.size();
-  const std::byte* data = in.take(count * sizeof(std::uint16_t));
+  const std::byte* data = in.take(impl.query_values() * sizeof(std::uint16_t));
   if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
   std::uint16_t* cell = impl.query_cell(page, token);
-  std::memcpy(cell, data, count * sizeof *cell);
+  std::memcpy(cell, data, impl.query_values() * sizeof *cell);
   constexpr std::uint16_t kInfinity = 0x7F80;
   if (std::any_of(cell, cell + count, [](std::uint16_t bits) { return bits >= kInfinity; })) {
     bad("a query statistic is not a sum of squares");
+  }
+  for (std::size_t i = count; i < impl.query_values(); ++i) {
+    if (!(std::fabs(base::bfloat_to_float(cell[i])) <= cache::kLargestQuery)) bad("a query is not finite or too large");
   }
   page.observed.set(token);
 }
@@ -349,6 +366,10 @@ std::vector<std::byte> Cache::save() const {
   out.put(length_);
   if (!impl.query_sums.empty()) {
     save_sums(impl.queries_seen ? impl.query_sums.data() : nullptr, impl.query_sums.size(), out);
+    if (impl.queries_seen) {
+      out.put_bytes(reinterpret_cast<const std::byte*>(impl.query_moments.data()),
+                    impl.query_moments.size() * sizeof(float));
+    }
   }
   if (impl.probes) save_probes(*impl.probes, out);
   for (std::int64_t page = 0; page * impl.tokens() < length_; ++page) {
@@ -369,6 +390,7 @@ Cache Cache::load(std::span<const std::byte> image) {
                        !layout.value.table.empty() || layout.salient > 0;
   if (in.version == 1 && younger) bad("has a recipe that version 1 lacks");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
+  if (impl.queries_seen && !impl.query_moments.empty()) load_moments(in, impl.shape, impl.query_moments);
   if (impl.probes) load_probes(impl.shape, length, in, *impl.probes);
   const std::int64_t pages = (length + impl.tokens() - 1) / impl.tokens();
   impl.grow(pages * impl.tokens());

@@ -38,8 +38,9 @@ struct Page {
   // Recipes with probes, open pages: the store's row count when each cell's key was written, 0 before it was last
   // opened.
   std::unique_ptr<std::int64_t[]> clocks;
-  // Until the page is sealed: the squares of the queries of each observed cell, summed over the heads of a group, as
-  // bfloat16 [page][kv_heads][key_dim]; null: none. Kept per cell, so that a cell that is forgotten leaves no trace.
+  // Until the page is sealed, of each observed cell, as bfloat16 [kv_heads][key_dim]: the squares of its queries,
+  // summed over the heads of a group; with feedback also one query of each group, that of head cell % group. Null:
+  // none. Kept per cell, so that a cell that is forgotten leaves no trace.
   std::unique_ptr<std::uint16_t[]> queries;
   CellSet observed;
 
@@ -50,11 +51,17 @@ struct Page {
 
 // ---- src/cache/encode.cpp and decode.cpp: between open rows and sealed blocks
 
+// What a page is encoded with of this head's queries so far; null where none was seen.
+struct QuerySums {
+  const double* squares = nullptr;  // [key_dim]
+  const float* moment = nullptr;    // with feedback: lower triangle of the sum of q q' (cache/feedback.hpp)
+};
+
 // Encode the keys of one head and the values of `heads` heads (one, or all of them where they share a grid) of an open
 // page into its block, which is zeros before but for its order of tokens. Cells in `skip` are left out of every
-// statistic. `queries`: sums of squares per channel of this head's queries so far, or null.
+// statistic.
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, const double* queries, std::byte* block);
+                 int head, const CellSet& skip, const QuerySums& queries, std::byte* block);
 void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
                    int first_head, int heads, const CellSet& skip, std::byte* block);
 
