@@ -55,10 +55,11 @@ void ErrorFeedback::factorize(const float* moment) {
     const float least = kDamping * row[i];
     row[i] += least;
     const float* const behind = row + channels_;
+    const float* const pivots_behind = pivots.data() + i + 1;
     const int count = channels_ - 1 - i;
     for (int k = 0; k < count; ++k) {
-      taken[static_cast<std::size_t>(k)] =
-          -pivots[static_cast<std::size_t>(i + 1 + k)] * behind[std::ptrdiff_t{k} * channels_ + i];
+      const float* const other = behind + std::ptrdiff_t{k} * channels_;
+      taken[static_cast<std::size_t>(k)] = -pivots_behind[k] * other[i];
     }
     if (count > 0) kernels().add_rows(behind, channels_, taken.data(), count, i + 1, row);
     // What rounding, or moments of a forged image, may have made of it.
