@@ -48,6 +48,7 @@ struct WaterfillKeys {
   int low = 1;        // least and largest width, 1..6
   int high = 5;
   Grid grid = Grid::least_squares;
+  bool feedback = false;  // each channel's rounding error is made up for by the channels rounded after it
   bool operator==(const WaterfillKeys&) const = default;
 };
 struct KvquantKeys {
@@ -133,16 +134,16 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm, vqnorm and rope only where they
-// are not the default. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, feedback, qnorm, vqnorm and rope only
+// where they are not the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
 // quantizing side, zipcache with two sets of salient tokens); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
 
-// What a status says about a recipe beside its text, or "": where the levels of kvquant come from, what kitty does
-// without queries.
+// What a status says about a recipe beside its text, or "": where the levels of kvquant come from, what kitty and
+// waterfill's feedback do without queries.
 std::string remark(const Recipe& recipe);
 
 // A recipe per layer: the first rule whose range holds the layer counts.

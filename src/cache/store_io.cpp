@@ -244,6 +244,7 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
   if (this != &from) impl.take_rotation(source);
   if (this != &from && !impl.queries_seen) {
     impl.query_sums = source.query_sums;
+    impl.query_moments = source.query_moments;
     impl.queries_seen = source.queries_seen;
   }
   for (std::int64_t done = 0; done < count;) {
