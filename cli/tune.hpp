@@ -11,9 +11,11 @@
 namespace kvant::cli {
 
 constexpr int kAllLayers = std::numeric_limits<int>::max();
+// Steps of waterfill, the presets among them: from 3 bits on with one grid for the values of all heads, as those have.
 constexpr std::string_view kTuneLadder =
-    "waterfill:k=2.25,v=2; waterfill:k=2.5,v=2; waterfill:k=3,v=2; waterfill:k=3,v=3; waterfill:k=4,v=3; "
-    "waterfill:k=4,v=4; waterfill:k=5,v=5";
+    "waterfill:k=2.25,v=2; waterfill:k=2.5,v=2; waterfill:k=3,high=6,v=2; waterfill:k=3,high=6,v=3,shared=1; "
+    "waterfill:k=3.5,high=6,v=3,shared=1; waterfill:k=4,low=2,high=6,v=4,shared=1; "
+    "waterfill:k=5,low=2,high=6,v=5,shared=1";
 
 // Bits that a token takes in each layer on each rung.
 struct RungCosts {

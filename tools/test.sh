@@ -29,7 +29,9 @@ stage_sanitize() {
   long_step "configure sanitize" configure-sanitize.log cmake --preset sanitize -DKVANT_CUDA=OFF \
     -DKVANT_BUILD_PLUGIN=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_TESTS=ON
   long_step "build sanitize" build-sanitize.log cmake --build --preset sanitize -j "$JOBS" --target "${tests[@]}"
-  for test in "${tests[@]}"; do "$BUILD/sanitize/tests/$test" --gtest_brief=1; done
+  for test in "${tests[@]}"; do
+    seq 0 $((JOBS - 1)) | GTEST_TOTAL_SHARDS=$JOBS xargs -P "$JOBS" -I{} env GTEST_SHARD_INDEX={} "$BUILD/sanitize/tests/$test" --gtest_brief=1
+  done
 }
 
 run_pytest() {

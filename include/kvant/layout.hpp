@@ -68,7 +68,9 @@ struct TileLayout {
   // Values: rows values of CacheShape::dtype by which a reader multiplies the channels of a page's output.
   bool channel_factors = false;
   std::size_t factor_offset = 0;
-  bool least_squares = false;  // what the encoder does to the grids; nothing that a reader needs
+  // What the encoder does, nothing that a reader needs: to the grids, and (keys) with the errors of the codes.
+  bool least_squares = false;
+  bool feedback = false;
 };
 
 // Layout of the sealed block of one page: kv_heads consecutive head blocks of head_bytes each (a multiple of 64), then
@@ -85,7 +87,9 @@ struct PageLayout {
   std::size_t head_bytes = 0;
   std::size_t page_bytes = 0;  // kv_heads * head_bytes, plus the shared grids rounded up to 64
   std::size_t open_bytes = 0;  // an open page: page * kv_heads * (key_dim + value_dim) rows in dtype, rows padded to 16
-  std::size_t query_bytes = 0;  // statistics beside an open page once queries were observed, 0 if the recipe needs none
+  // Statistics beside an open page once queries were observed: page * kv_heads * key_dim bfloat16 squares and, with
+  // feedback, as many values of queries; 0 if the recipe needs none.
+  std::size_t query_bytes = 0;
   std::size_t position_bytes = 0;      // positions beside every page where keys are stored before RoPE, else 0
   std::size_t exact_bytes_per_16 = 0;  // unquantized rows beside a sealed page (sinks), per started 16 tokens
 

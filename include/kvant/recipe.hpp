@@ -19,14 +19,14 @@
 
 namespace kvant {
 
-// ---- keys, one struct per method; `method` is its name in texts
+// ---- keys, one struct per method; `kMethod` is its name in texts
 
 struct F16Keys {
-  static constexpr std::string_view method = "f16";
+  static constexpr std::string_view kMethod = "f16";
   bool operator==(const F16Keys&) const = default;
 };
 struct KiviKeys {
-  static constexpr std::string_view method = "kivi";
+  static constexpr std::string_view kMethod = "kivi";
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviKeys&) const = default;
 };
@@ -34,7 +34,7 @@ struct KiviKeys {
 enum class Selector : std::uint8_t { magnitude, variance, range, query };
 
 struct KittyKeys {
-  static constexpr std::string_view method = "kitty";
+  static constexpr std::string_view kMethod = "kitty";
   double boost = 0.25;  // share of the channels stored with 4 bits instead of 2, 0..1
   Selector selector = Selector::magnitude;
   bool operator==(const KittyKeys&) const = default;
@@ -43,15 +43,16 @@ struct KittyKeys {
 enum class Grid : std::uint8_t { range, least_squares };
 
 struct WaterfillKeys {
-  static constexpr std::string_view method = "waterfill";
+  static constexpr std::string_view kMethod = "waterfill";
   double bits = 2.5;  // mean width of the channels of a page, low..high
   int low = 1;        // least and largest width, 1..6
   int high = 5;
   Grid grid = Grid::least_squares;
+  bool feedback = false;  // each channel's rounding error is made up for by the channels rounded after it
   bool operator==(const WaterfillKeys&) const = default;
 };
 struct KvquantKeys {
-  static constexpr std::string_view method = "kvquant";
+  static constexpr std::string_view kMethod = "kvquant";
   int bits = 3;            // per code, 2..4
   double outliers = 0.01;  // share of each channel's values in a page that are kept beside the codes, 0..0.1
   bool qnorm = false;      // levels moved so that coded values keep their mean and deviation; needs Recipe::file
@@ -64,7 +65,7 @@ struct KvquantKeys {
 enum class Saliency : std::uint8_t { attention, norm };
 
 struct ZipcacheKeys {
-  static constexpr std::string_view method = "zipcache";
+  static constexpr std::string_view kMethod = "zipcache";
   double salient = 0.6;  // share of the tokens of a page with `high` bits, above 0 and below 1
   Saliency saliency = Saliency::attention;
   int high = 4;  // low + 1..4 more
@@ -76,16 +77,16 @@ using KeyRecipe = std::variant<F16Keys, KiviKeys, KittyKeys, WaterfillKeys, Kvqu
 // ---- values
 
 struct F16Values {
-  static constexpr std::string_view method = "f16";
+  static constexpr std::string_view kMethod = "f16";
   bool operator==(const F16Values&) const = default;
 };
 struct KiviValues {
-  static constexpr std::string_view method = "kivi";
+  static constexpr std::string_view kMethod = "kivi";
   int bits = 4;  // per code, 1..8
   bool operator==(const KiviValues&) const = default;
 };
 struct WaterfillValues {
-  static constexpr std::string_view method = "waterfill";
+  static constexpr std::string_view kMethod = "waterfill";
   int bits = 2;         // per code, 1..8
   bool rotate = true;   // Hadamard-rotated in blocks of the largest power of two that divides the head size
   bool shared = false;  // one grid per token over all KV heads instead of one per head
@@ -93,7 +94,7 @@ struct WaterfillValues {
   bool operator==(const WaterfillValues&) const = default;
 };
 struct KvquantValues {
-  static constexpr std::string_view method = "kvquant";
+  static constexpr std::string_view kMethod = "kvquant";
   int bits = 3;  // per code, 2..4
   // Share of each token's values, all KV heads together, that are kept beside the codes, 0..0.1.
   double outliers = 0.01;
@@ -103,7 +104,7 @@ struct KvquantValues {
 
 // Beside keys of zipcache, share and saliency are the same: a page has one set of salient tokens per KV head.
 struct ZipcacheValues {
-  static constexpr std::string_view method = "zipcache";
+  static constexpr std::string_view kMethod = "zipcache";
   double salient = 0.6;
   Saliency saliency = Saliency::attention;
   int high = 4;  // low + 1..4 more
@@ -133,16 +134,16 @@ struct Recipe {
 // Parses one recipe. Throws Error(invalid_argument) naming the bad key or value and the choices.
 Recipe parse_recipe(std::string_view text);
 
-// The canonical text of a recipe, in a fixed order: every option, but selector, qnorm, vqnorm and rope only where they
-// are not the default. parse_recipe(to_text(r)) == r.
+// The canonical text of a recipe, in a fixed order: every option, but selector, feedback, qnorm, vqnorm and rope only
+// where they are not the default. parse_recipe(to_text(r)) == r.
 std::string to_text(const Recipe& recipe);
 
 // Throws Error(invalid_argument) when a field is outside its range or keys and values do not go together (f16 with a
 // quantizing side, zipcache with two sets of salient tokens); called by everything that takes a Recipe.
 void validate(const Recipe& recipe);
 
-// What a status says about a recipe beside its text, or "": where the levels of kvquant come from, what kitty does
-// without queries.
+// What a status says about a recipe beside its text, or "": where the levels of kvquant come from, what kitty and
+// waterfill's feedback do without queries.
 std::string remark(const Recipe& recipe);
 
 // A recipe per layer: the first rule whose range holds the layer counts.

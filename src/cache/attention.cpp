@@ -29,7 +29,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kBlockVectors = 96;
 constexpr int kItemsPerThread = 4;                // parts per thread, so that threads finish together
 constexpr int kMinPagesPerItem = 2;               // below this, merging costs more than it spreads
-constexpr std::int64_t kWorkPerThread = 1 << 18;  // multiply-adds that pay for waking a thread (a few microseconds)
+constexpr std::int64_t kWorkPerThread = 1 << 17;  // multiply-adds that pay for waking a thread (a few microseconds)
 
 void check_shapes(const PageStore& store, std::int64_t n_cells, const ConstView& queries, const View& out,
                   const AttentionOptions& options) {

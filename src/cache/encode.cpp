@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/half.hpp"
+#include "cache/feedback.hpp"
 #include "cache/grid.hpp"
 #include "cache/outliers.hpp"
 #include "cache/page.hpp"
@@ -135,6 +136,11 @@ void rotate_values(float* row, const TileLayout& tile) {
   for (int r = 0; r < tile.rows; ++r) row[r] *= factor;
 }
 
+// The largest code without the zeros below it: codes of even width lie one bit up where bit 0 is that of the odd ones.
+int own_levels(int levels) {
+  return levels >> std::countr_zero(static_cast<unsigned>(levels));
+}
+
 // Rows on the tile's kind of grid: uniform, or with a table of levels.
 class AnyCoder {
  public:
@@ -143,11 +149,10 @@ class AnyCoder {
         table_(tile.table.empty() ? std::optional<TableCoder>()
                                   : std::optional<TableCoder>(std::in_place, tile, keys)) {}
 
-  // Codes of even width lie one bit up where bit 0 is that of the odd ones.
   Endpoints code(const float* x, int n, int levels, std::uint8_t* codes, Endpoints given = {}) {
     if (table_) return table_->code(x, n, codes, given);
     const int shift = std::countr_zero(static_cast<unsigned>(levels));
-    const Endpoints endpoints = uniform_.code(x, n, levels >> shift, codes);
+    const Endpoints endpoints = uniform_.code(x, n, own_levels(levels), codes);
     for (int i = 0; shift > 0 && i < n; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] << shift);
     return endpoints;
   }
@@ -178,7 +183,43 @@ Endpoints given_range(DType dtype, const TileView& view, int channel) {
   return {stored(tile.range_min[at]), stored(tile.range_max[at])};
 }
 
-void code_keys(DType dtype, const TileView& view, const KeyRows& rows, std::byte* head_block) {
+// Codes of all channels on grids that are there, each with the errors of those before it fed back.
+void code_with_feedback(const TileView& view, const KeyRows& rows, const float* moment,
+                        const std::vector<std::uint16_t>& order, const std::vector<int>& levels,
+                        const std::vector<Endpoints>& endpoints, Codes& codes) {
+  const int n = rows.count();
+  const auto depth = static_cast<std::size_t>(view.tile->depth);
+  std::vector<float> step(depth);  // by channel
+  std::vector<int> place(depth);
+  for (std::size_t i = 0; i < depth; ++i) {
+    step[order[i]] = tiles::grid_step(endpoints[i].min, endpoints[i].max, own_levels(levels[i]));
+    place[order[i]] = static_cast<int>(i);
+  }
+  const ErrorFeedback feedback(moment, step);
+  std::vector<float> errors(depth * static_cast<std::size_t>(n)), target(static_cast<std::size_t>(n)), back(target);
+  std::vector<std::uint8_t> dense(static_cast<std::size_t>(n));
+  for (int i = 0; i < view.tile->depth; ++i) {
+    const int channel = feedback.channel(i);
+    const int at = place[static_cast<std::size_t>(channel)];
+    const Endpoints grid = endpoints[static_cast<std::size_t>(at)];
+    const int most = levels[static_cast<std::size_t>(at)];
+    const float width = step[static_cast<std::size_t>(channel)];
+    const float* x = rows.channel(channel);
+    std::copy_n(x, n, target.data());
+    feedback.correct(i, errors.data(), n, n, grid, target.data());
+    kernels().quantize(target.data(), n, grid.min, width, own_levels(most), dense.data());
+    kernels().dequantize(dense.data(), n, grid.min, width, back.data());
+    float* error = errors.data() + std::ptrdiff_t{i} * n;
+    for (int t = 0; t < n; ++t) error[t] = x[t] - back[static_cast<std::size_t>(t)];
+    const int shift = std::countr_zero(static_cast<unsigned>(most));
+    for (int t = 0; t < n; ++t) {
+      codes.row(at)[rows.kept[static_cast<std::size_t>(t)]] =
+          static_cast<std::uint8_t>(dense[static_cast<std::size_t>(t)] << shift);
+    }
+  }
+}
+
+void code_keys(DType dtype, const TileView& view, const KeyRows& rows, const float* moment, std::byte* head_block) {
   const TileLayout& tile = *view.tile;
   const auto depth = static_cast<std::size_t>(tile.depth);
   std::vector<std::uint16_t> order(depth);
@@ -200,6 +241,9 @@ void code_keys(DType dtype, const TileView& view, const KeyRows& rows, std::byte
       store_key_outliers(tile, dtype, i, endpoints[at].max, outliers, head_block);
     }
     for (std::size_t k = 0; !whole && k < rows.kept.size(); ++k) codes.row(i)[rows.kept[k]] = dense[k];
+  }
+  if (tile.feedback && moment != nullptr && rows.count() > 0) {
+    code_with_feedback(view, rows, moment, order, levels, endpoints, codes);
   }
   store_endpoints(dtype, head_block, tile, endpoints);
   pack_planes(view, codes, head_block);
@@ -239,7 +283,7 @@ void divide(float* row, const std::vector<float>& factors) {
 }  // namespace
 
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, const double* queries, KeyTurns turns, std::byte* block) {
+                 int head, const CellSet& skip, const QuerySums& queries, KeyTurns turns, std::byte* block) {
   std::byte* head_block = block + static_cast<std::size_t>(head) * layout.head_bytes;
   const RowsLayout rows(shape, recipe.page);
   const std::uint8_t* tokens = token_order(layout, block, head);
@@ -252,8 +296,8 @@ void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout
       for (const int row : keys.kept) positions.push_back(turns.positions[tokens ? tokens[first + row] : first + row]);
       turn_back(shape.dtype, turns, positions, shape.key_dim, keys);
     }
-    if (tile->order_entry > 0) choose_order(recipe.key, *tile, keys, queries, head_block);
-    code_keys(shape.dtype, TileView(layout, *tile, block, head), keys, head_block);
+    if (tile->order_entry > 0) choose_order(recipe.key, *tile, keys, queries.squares, head_block);
+    code_keys(shape.dtype, TileView(layout, *tile, block, head), keys, queries.moment, head_block);
     first += tile->rows;
   }
 }

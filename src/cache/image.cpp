@@ -7,6 +7,7 @@
 
 #include "base/byte_io.hpp"
 #include "base/half.hpp"
+#include "cache/feedback.hpp"
 #include "cache/image_v1.hpp"
 #include "cache/store.hpp"
 #include "kvant/cache.hpp"
@@ -50,6 +51,19 @@ bool load_sums(Reader& in, double* sums, std::size_t count) {
     if (!(sums[i] >= 0 && std::isfinite(sums[i]))) bad("a query statistic is not a sum of squares");
   }
   return true;
+}
+
+// Lower triangles of sums of q q' per head. Sums that no queries have may make attention worse, but nothing else.
+void load_moments(Reader& in, const CacheShape& shape, std::vector<float>& moments) {
+  std::memcpy(moments.data(), in.take(moments.size() * sizeof(float)), moments.size() * sizeof(float));
+  const float* moment = moments.data();
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    for (int i = 0; i < shape.key_dim; ++i, moment += i) {
+      if (!std::all_of(moment, moment + i + 1, [](float x) { return std::isfinite(x); }) || moment[i] < 0) {
+        bad("a second moment of queries is not one");
+      }
+    }
+  }
 }
 
 std::size_t token_bytes(const CacheShape& shape) {
@@ -121,20 +135,23 @@ void load_positions(PageStore::Impl& impl, Page& page, int cells, Reader& in) {
 void save_query(const PageStore::Impl& impl, const Page& page, std::size_t token, Writer& out) {
   out.put(static_cast<std::uint8_t>(page.observed[token]));
   if (!page.observed[token]) return;
-  const std::uint16_t* cell = page.queries.get() + token * impl.query_sums.size();
-  out.put_bytes(reinterpret_cast<const std::byte*>(cell), impl.query_sums.size() * sizeof *cell);
+  const std::uint16_t* cell = impl.query_cell(page, token);
+  out.put_bytes(reinterpret_cast<const std::byte*>(cell), impl.query_values() * sizeof *cell);
 }
 
 void load_query(PageStore::Impl& impl, Page& page, std::size_t token, Reader& in) {
   if (in.get<std::uint8_t>() == 0) return;
   const std::size_t count = impl.query_sums.size();
-  const std::byte* data = in.take(count * sizeof(std::uint16_t));
+  const std::byte* data = in.take(impl.query_values() * sizeof(std::uint16_t));
   if (!page.queries) page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
   std::uint16_t* cell = impl.query_cell(page, token);
-  std::memcpy(cell, data, count * sizeof *cell);
+  std::memcpy(cell, data, impl.query_values() * sizeof *cell);
   constexpr std::uint16_t kInfinity = 0x7F80;
   if (std::any_of(cell, cell + count, [](std::uint16_t bits) { return bits >= kInfinity; })) {
     bad("a query statistic is not a sum of squares");
+  }
+  for (std::size_t i = count; i < impl.query_values(); ++i) {
+    if (!(std::fabs(base::bfloat_to_float(cell[i])) <= cache::kLargestQuery)) bad("a query is not finite or too large");
   }
   page.observed.set(token);
 }
@@ -391,6 +408,10 @@ std::vector<std::byte> Cache::save() const {
   out.put(length_);
   if (!impl.query_sums.empty()) {
     save_sums(impl.queries_seen ? impl.query_sums.data() : nullptr, impl.query_sums.size(), out);
+    if (impl.queries_seen) {
+      out.put_bytes(reinterpret_cast<const std::byte*>(impl.query_moments.data()),
+                    impl.query_moments.size() * sizeof(float));
+    }
   }
   if (impl.probes) save_probes(*impl.probes, out);
   if (impl.needs_rotation()) save_rotation(impl.rotation.get(), out);
@@ -413,6 +434,7 @@ Cache Cache::load(std::span<const std::byte> image) {
   if (in.version == 1 && younger) bad("has a recipe that version 1 lacks");
   if ((in.version == kVersion) != impl.needs_rotation()) bad("is version 3 and has keys after RoPE, or the reverse");
   if (!impl.query_sums.empty()) impl.queries_seen = load_sums(in, impl.query_sums.data(), impl.query_sums.size());
+  if (impl.queries_seen && !impl.query_moments.empty()) load_moments(in, impl.shape, impl.query_moments);
   if (impl.probes) load_probes(impl.shape, length, in, *impl.probes);
   if (impl.needs_rotation()) impl.rotation = load_rotation(in, impl.shape.key_dim);
   if (impl.needs_rotation() && length > 0 && !impl.rotation) bad("has keys before RoPE and no rotation");

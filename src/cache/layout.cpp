@@ -55,6 +55,7 @@ std::size_t place(const catalog::TileSpec& spec, const CacheShape& shape, std::s
   tile.depth = spec.depth;
   tile.rotation = spec.rotation;
   tile.least_squares = spec.least_squares;
+  tile.feedback = spec.feedback;
   tile.channel_factors = spec.channel_factors;
   tile.shared_grid = spec.shared_grid;
   tile.low = spec.low;
@@ -121,6 +122,7 @@ PageLayout make_layout(const Recipe& recipe, const CacheShape& shape) {
   std::size_t shared = 0;  // from the end of the heads' blocks
   const std::size_t key_end = place_keys(std::move(keys), shape, shared, layout);
   layout.head_bytes = place(values, shape, key_end, shared, layout.value);
+  if (layout.key.feedback) layout.query_bytes *= 2;
   layout.salient = catalog::salient_tokens(recipe);
   if (layout.salient > 0) {
     layout.tokens_offset = layout.head_bytes;

@@ -42,8 +42,9 @@ struct Page {
   // Recipes with keys before RoPE: the position of each key, [page]; null while the page is empty. Not part of the
   // sealed block, which copies share: a context shift moves positions of one copy.
   std::unique_ptr<std::int32_t[]> positions;
-  // Until the page is sealed: the squares of the queries of each observed cell, summed over the heads of a group, as
-  // bfloat16 [page][kv_heads][key_dim]; null: none. Kept per cell, so that a cell that is forgotten leaves no trace.
+  // Until the page is sealed, of each observed cell, as bfloat16 [kv_heads][key_dim]: the squares of its queries,
+  // summed over the heads of a group; with feedback also one query of each group, that of head cell % group. Null:
+  // none. Kept per cell, so that a cell that is forgotten leaves no trace.
   std::unique_ptr<std::uint16_t[]> queries;
   CellSet observed;
 
@@ -60,11 +61,17 @@ struct KeyTurns {
   const std::int32_t* positions = nullptr;
 };
 
+// What a page is encoded with of this head's queries so far; null where none was seen.
+struct QuerySums {
+  const double* squares = nullptr;  // [key_dim]
+  const float* moment = nullptr;    // with feedback: lower triangle of the sum of q q' (cache/feedback.hpp)
+};
+
 // Encode the keys of one head and the values of `heads` heads (one, or all of them where they share a grid) of an open
 // page into its block, which is zeros before but for its order of tokens. Cells in `skip` are left out of every
-// statistic. `queries`: sums of squares per channel of this head's queries so far, or null.
+// statistic.
 void encode_keys(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
-                 int head, const CellSet& skip, const double* queries, KeyTurns turns, std::byte* block);
+                 int head, const CellSet& skip, const QuerySums& queries, KeyTurns turns, std::byte* block);
 void encode_values(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const std::byte* open,
                    int first_head, int heads, const CellSet& skip, std::byte* block);
 

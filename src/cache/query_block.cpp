@@ -166,18 +166,16 @@ void QueryBlock::start(int head, std::int64_t first_row, int rows) {
       }
     }
     for (int d = 0; d < store_.shape.key_dim; ++d) out[d] *= plan_.scale;
-    if (query_lanes_ != nullptr) {
-      float* lanes = query_lanes_ + n / 4 * 4 * query_stride_ + n % 4;
-      for (int d = 0; d < store_.shape.key_dim; ++d) lanes[4 * d] = out[d];
-    }
     slope_[n] = plan_.slopes[static_cast<std::size_t>(query_head)];
   }
+  has_lanes_ = false;
   std::fill_n(maximum_, vectors_, kMinusInfinity);
   std::fill_n(sum_, vectors_, 0.0F);
-  for (const Mixed& mixed : {plain_, rotated_}) {
-    if (mixed.values == nullptr) continue;
-    std::fill_n(mixed.values, vectors_ * output_stride_, 0.0F);
-    std::fill_n(mixed.owed, vectors_, 1.0F);
+  for (Mixed* mixed : {&plain_, &rotated_}) {
+    mixed->is_zero = true;
+    if (mixed->values == nullptr) continue;
+    std::fill_n(mixed->values, vectors_ * output_stride_, 0.0F);
+    std::fill_n(mixed->owed, vectors_, 1.0F);
   }
 }
 
@@ -191,6 +189,12 @@ void QueryBlock::multiply_open(const void* tile, std::int64_t stride, int rows, 
 
 const float* QueryBlock::gather(const TileView& view) {
   view.order(order_);
+  for (int n = 0; n < vectors_ && !has_lanes_; ++n) {
+    const float* query = queries_ + n * query_stride_;
+    float* lanes = query_lanes_ + n / 4 * 4 * query_stride_ + n % 4;
+    for (int d = 0; d < store_.shape.key_dim; ++d) lanes[4 * d] = query[d];
+  }
+  has_lanes_ = true;
   for (int n = 0; n < vectors_; n += 4) {
     kernels_.gather_lanes(query_lanes_ + n * query_stride_, order_, view.tile->depth, std::min(4, vectors_ - n),
                           gathered_ + n * query_stride_, query_stride_);
@@ -330,6 +334,7 @@ void QueryBlock::settle(Mixed& to, Mixed& other) {
     alpha_[n] *= to.owed[n];
     to.owed[n] = 1;
   }
+  to.is_zero = false;
 }
 
 void QueryBlock::rescale(Mixed& to, Mixed& other) {
@@ -378,7 +383,7 @@ void QueryBlock::mix_factored(const TileView& view) {
 }
 
 void QueryBlock::finish() {
-  if (rotated_.values == nullptr) return;
+  if (rotated_.is_zero) return;
   const CacheShape& shape = store_.shape;
   for (int n = 0; n < vectors_; ++n) {
     float* out = plain_.values + n * output_stride_;

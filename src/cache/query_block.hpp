@@ -106,6 +106,7 @@ class QueryBlock {
   struct Mixed {
     float* values = nullptr;  // [vectors][value_dim]
     float* owed = nullptr;    // [vectors]: factor not applied yet
+    bool is_zero = true;      // nothing was added
   };
   // Rescales `to` by what it owes and the page's alpha and adds bias_; the other sum goes on owing alpha.
   void rescale(Mixed& to, Mixed& other);
@@ -149,6 +150,7 @@ class QueryBlock {
   float* page_sum_ = nullptr;  // [vectors][value_dim]: what one page adds, before its channel factors
   float* factors_ = nullptr;
   float* query_lanes_ = nullptr;  // queries_ as [vectors / 4][key_dim][4]; only for tiles with an order
+  bool has_lanes_ = false;        // they are made when the first such tile comes
   float* gathered_ = nullptr;     // [vectors][key_dim] in the order of a key tile
   float* mask_ = nullptr;         // [vectors][page]
   // Keys stored before RoPE: a page of them decoded and rotated, [key_dim][page], and the angles.

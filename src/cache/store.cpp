@@ -5,6 +5,7 @@
 
 #include "base/checked.hpp"
 #include "base/threads.hpp"
+#include "cache/feedback.hpp"
 #include "cache/saliency.hpp"
 #include "methods/method.hpp"
 
@@ -61,6 +62,9 @@ PageStore::Impl::Impl(const Recipe& r, const CacheShape& s, std::int64_t n, std:
   if (catalog::uses_queries(recipe)) {
     query_sums.assign(static_cast<std::size_t>(s.kv_heads) * static_cast<std::size_t>(s.key_dim), 0.0);
   }
+  if (layout.key.feedback) {
+    query_moments.assign(static_cast<std::size_t>(s.kv_heads) * cache::triangle_size(s.key_dim), 0.0F);
+  }
   const auto classes = catalog::token_classes(recipe);
   if (classes && classes->saliency == Saliency::attention) probes.emplace(s.key_dim);
   pages.resize(static_cast<std::size_t>((n + r.page - 1) / r.page));
@@ -77,6 +81,7 @@ PageStore::Impl::Impl(const Impl& other)
       rows_written(other.rows_written),
       counts(other.counts),
       query_sums(other.query_sums),
+      query_moments(other.query_moments),
       queries_seen(other.queries_seen),
       rotation(other.rotation),
       probes(other.probes) {
@@ -188,6 +193,7 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     if (layout.salient > 0 && order_tokens(number, left_out, threads, sealed.back()->block.get())) ++counts.blind_seals;
   }
   const std::vector<std::vector<double>> sums = sums_at(ready);
+  std::vector<std::vector<float>> moments = moments_at(ready, threads);
   if (!query_sums.empty()) {
     counts.blind_seals += std::count_if(sums.begin(), sums.end(), [](const auto& seen) { return seen.empty(); });
   }
@@ -203,7 +209,11 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
       cache::encode_values(recipe, shape, layout, rows_of_page, part, shape.kv_heads / value_items, skip[i], block);
     } else {
       const int head = part - value_items;
-      const double* queries = sums[i].empty() ? nullptr : sums[i].data() + std::ptrdiff_t{head} * shape.key_dim;
+      cache::QuerySums queries;
+      if (!sums[i].empty()) queries.squares = sums[i].data() + std::ptrdiff_t{head} * shape.key_dim;
+      if (!moments[i].empty()) {
+        queries.moment = moments[i].data() + static_cast<std::size_t>(head) * cache::triangle_size(shape.key_dim);
+      }
       cache::encode_keys(recipe, shape, layout, rows_of_page, head, skip[i], queries,
                          turns_of(pages[static_cast<std::size_t>(ready[i])]), block);
     }
@@ -219,6 +229,7 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
   }
   if (!ready.empty() && !sums.back().empty()) {
     query_sums = sums.back();
+    if (!query_moments.empty()) query_moments = std::move(moments.back());
     queries_seen = true;
   }
   counts.seals += static_cast<std::int64_t>(ready.size());
@@ -308,6 +319,7 @@ void PageStore::clear() {
   for (std::int64_t page = 0; page < static_cast<std::int64_t>(impl_->pages.size()); ++page) impl_->release(page);
   impl_->rows_written = 0;
   std::fill(impl_->query_sums.begin(), impl_->query_sums.end(), 0.0);
+  std::fill(impl_->query_moments.begin(), impl_->query_moments.end(), 0.0F);
   impl_->queries_seen = false;
   if (impl_->probes) impl_->probes->clear();
 }
@@ -331,7 +343,8 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 StoreBytes PageStore::bytes() const {
   StoreBytes bytes;
   bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
-                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double);
+                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double) +
+                 impl_->query_moments.capacity() * sizeof(float);
   const TileLayout& key = impl_->layout.key;
   bytes.tables += (key.range_min.capacity() + key.range_max.capacity()) * sizeof(float);
   if (impl_->probes) bytes.tables += impl_->probes->bytes();

@@ -42,6 +42,8 @@ struct PageStore::Impl {
   // Sums of squares of queries, [kv_heads][key_dim], those of open pages not included; empty unless the recipe uses
   // them.
   std::vector<double> query_sums;
+  // With feedback, of the same queries: lower triangles of the sums of q q' per KV head (cache/feedback.hpp).
+  std::vector<float> query_moments;
   bool queries_seen = false;
   std::shared_ptr<const cache::Rotation> rotation;  // of recipes with keys before RoPE, once the host has given it
   std::optional<cache::Probes> probes;              // only where the recipe tells salient tokens by attention
@@ -84,11 +86,20 @@ struct PageStore::Impl {
   // The sums that each of the pages, in this order, is encoded with: the store's and those of all pages so far; empty
   // where no query was seen. Sealing the last one makes its sums the store's.
   std::vector<std::vector<double>> sums_at(std::span<const std::int64_t> order) const;
-  std::uint16_t* query_cell(cache::Page& page, std::size_t token) const {
-    return page.queries.get() + token * query_sums.size();
+  // The same for query_moments; empty entries without feedback too.
+  std::vector<std::vector<float>> moments_at(std::span<const std::int64_t> order, int threads) const;
+  // Values that an open page keeps per cell.
+  std::size_t query_values() const { return query_sums.size() * (query_moments.empty() ? 1 : 2); }
+  std::uint16_t* query_cell(const cache::Page& page, std::size_t token) const {
+    return page.queries.get() + token * query_values();
   }
   std::unique_ptr<std::uint16_t[]> copy_queries(const cache::Page& page) const;
-  void count_queries(cache::Page* page, std::size_t token, const std::vector<float>& sums);
+  struct QueryRow {              // of one token
+    std::vector<float> squares;  // [kv_heads][key_dim], summed over the heads of a group
+    std::vector<float> sample;   // with feedback: one query of each group
+  };
+  void count_queries(cache::Page* page, std::size_t token, const QueryRow& row);
+  void count_sample(const std::uint16_t* sample);
   void copy_query_cells(const cache::Page& from, std::int64_t first, std::int64_t to, std::int64_t count);
   // Keeps those queries that may become probes, and drops probes that no open page can need any more.
   void keep_probes(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores);

@@ -94,20 +94,25 @@ void PageStore::Impl::check_rows(Side side, const ConstView& view, std::int64_t 
 
 namespace {
 
+// Every channel of a key lies on a cache line of its own, which the weights of a decoded token have pushed out of the
+// cache: all are asked for before the first is written.
+template <class Element>
+void put_key(std::byte* at, std::ptrdiff_t tokens, const std::byte* row, int dim) {
+  auto* column = reinterpret_cast<Element*>(at);
+  const auto* values = reinterpret_cast<const Element*>(row);
+  for (int d = 0; d < dim; ++d) __builtin_prefetch(column + d * tokens, 1);
+  for (int d = 0; d < dim; ++d) column[d * tokens] = values[d];
+}
+
 void put_row(const PageStore::Impl& impl, Side side, std::byte* open, int token, const std::byte* row) {
   const std::size_t size = impl.rows.element;
   const int dim = dim_of(impl.shape, side);
   for (int head = 0; head < impl.shape.kv_heads; ++head, row += static_cast<std::size_t>(dim) * size) {
     if (side == Side::value) {
       std::memcpy(open + impl.rows.value_at(head, 0, token), row, static_cast<std::size_t>(dim) * size);
-    } else if (size == 2) {
-      auto* column = reinterpret_cast<std::uint16_t*>(open + impl.rows.key_at(head, 0, token));
-      const auto* values = reinterpret_cast<const std::uint16_t*>(row);
-      for (int d = 0; d < dim; ++d) column[static_cast<std::ptrdiff_t>(d) * impl.tokens()] = values[d];
     } else {
-      auto* column = reinterpret_cast<std::uint32_t*>(open + impl.rows.key_at(head, 0, token));
-      const auto* values = reinterpret_cast<const std::uint32_t*>(row);
-      for (int d = 0; d < dim; ++d) column[static_cast<std::ptrdiff_t>(d) * impl.tokens()] = values[d];
+      const auto put = size == 2 ? put_key<std::uint16_t> : put_key<std::uint32_t>;
+      put(open + impl.rows.key_at(head, 0, token), impl.tokens(), row, dim);
     }
   }
 }
@@ -239,6 +244,7 @@ void PageStore::copy_cells(const PageStore& from, std::int64_t from_first, std::
   if (this != &from) impl.take_rotation(source);
   if (this != &from && !impl.queries_seen) {
     impl.query_sums = source.query_sums;
+    impl.query_moments = source.query_moments;
     impl.queries_seen = source.queries_seen;
   }
   for (std::int64_t done = 0; done < count;) {

@@ -1,4 +1,5 @@
-// What a store knows of the queries: sums of squares per KV head and key channel, and probes.
+// What a store knows of the queries: sums of squares per KV head and key channel, with feedback second moments, and
+// probes.
 //
 // Open pages keep those of each of their cells; when a page is sealed, they join the sums of the store. So a page is
 // encoded with the queries up to its own last token, however the tokens arrived in calls, and tokens that are trimmed
@@ -8,6 +9,8 @@
 #include <cstring>
 
 #include "base/half.hpp"
+#include "base/threads.hpp"
+#include "cache/feedback.hpp"
 #include "cache/store.hpp"
 
 namespace kvant {
@@ -67,11 +70,45 @@ std::vector<std::vector<double>> PageStore::Impl::sums_at(std::span<const std::i
     seen |= page.has_queries();
     for (std::size_t token = 0; page.queries && token < static_cast<std::size_t>(tokens()); ++token) {
       if (!page.observed[token] || !page.key_written[token]) continue;
-      const std::uint16_t* cell = page.queries.get() + token * sums.size();
+      const std::uint16_t* cell = query_cell(page, token);
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(base::bfloat_to_float(cell[i]));
     }
     result.push_back(seen ? sums : std::vector<double>());
   }
+  return result;
+}
+
+// Page by page and cell by cell, each page's sum from zero: the order of additions does not depend on the calls.
+std::vector<std::vector<float>> PageStore::Impl::moments_at(std::span<const std::int64_t> order, int threads) const {
+  std::vector<std::vector<float>> result(order.size());
+  if (query_moments.empty()) return result;
+  const auto dim = static_cast<std::size_t>(shape.key_dim);
+  const std::size_t size = cache::triangle_size(shape.key_dim);
+  bool seen = queries_seen;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    seen |= pages[static_cast<std::size_t>(order[i])].has_queries();
+    if (seen) result[i].resize(query_moments.size());
+  }
+  base::parallel_for(shape.kv_heads, threads, [&](std::int64_t head, int) {
+    const std::size_t first = static_cast<std::size_t>(head) * size;
+    std::vector<float> sum(size), sample;
+    const float* before = query_moments.data() + first;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      if (result[i].empty()) continue;
+      const Page& page = pages[static_cast<std::size_t>(order[i])];
+      sample.clear();
+      for (std::size_t token = 0; page.queries && token < static_cast<std::size_t>(tokens()); ++token) {
+        if (!page.observed[token] || !page.key_written[token]) continue;
+        const std::uint16_t* query = query_cell(page, token) + query_sums.size() + static_cast<std::size_t>(head) * dim;
+        for (std::size_t d = 0; d < dim; ++d) sample.push_back(base::bfloat_to_float(query[d]));
+      }
+      std::fill(sum.begin(), sum.end(), 0.0F);
+      cache::add_moments(sample.data(), static_cast<int>(sample.size() / dim), shape.key_dim, sum.data());
+      float* now = result[i].data() + first;
+      for (std::size_t k = 0; k < size; ++k) now[k] = before[k] + sum[k];
+      before = now;
+    }
+  });
   return result;
 }
 
@@ -92,7 +129,7 @@ void PageStore::Impl::copy_query_cells(const Page& from, std::int64_t first, std
     const auto source = static_cast<std::size_t>(first + i);
     const auto target = static_cast<std::size_t>(to % tokens() + i);
     if (!from.observed[source]) continue;
-    std::copy_n(from.queries.get() + source * query_sums.size(), query_sums.size(), query_cell(page, target));
+    std::copy_n(query_cell(from, source), query_values(), query_cell(page, target));
     page.observed.set(target);
   }
 }
@@ -208,37 +245,57 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
       page.queries = std::make_unique<std::uint16_t[]>(impl.layout.query_bytes / sizeof(std::uint16_t));
     }
   }
-  std::vector<float> row_sums(impl.query_sums.size());
+  const bool sampled = !impl.query_moments.empty();
+  Impl::QueryRow sums{std::vector<float>(impl.query_sums.size()),
+                      std::vector<float>(sampled ? impl.query_sums.size() : 0)};
   if (impl.probes && queries.extent[0] > 0) impl.keep_probes(cells, queries, scores);
   if (impl.query_sums.empty()) return;
   const std::int64_t last = queries.extent[1] - 1;
+  const std::int64_t group = queries.extent[1] / impl.shape.kv_heads;
   for_each_query(queries, [&](std::int64_t row, std::int64_t head, const float* query) {
-    if (head == 0) std::fill(row_sums.begin(), row_sums.end(), 0.0F);
-    float* out = row_sums.data() + head / (queries.extent[1] / impl.shape.kv_heads) * impl.shape.key_dim;
+    const std::int64_t cell = cells.empty() ? 0 : cells[static_cast<std::size_t>(row)];
+    if (head == 0) std::fill(sums.squares.begin(), sums.squares.end(), 0.0F);
+    const std::int64_t first = head / group * impl.shape.key_dim;
+    float* out = sums.squares.data() + first;
     for (int d = 0; d < impl.shape.key_dim; ++d) out[d] += query[d] * query[d];
+    if (sampled && head % group == cell % group) std::copy_n(query, impl.shape.key_dim, sums.sample.data() + first);
     if (head != last) return;
-    if (cells.empty()) return impl.count_queries(nullptr, 0, row_sums);
-    const std::int64_t cell = cells[static_cast<std::size_t>(row)];
+    if (cells.empty()) return impl.count_queries(nullptr, 0, sums);
     impl.count_queries(&impl.pages[static_cast<std::size_t>(cell / impl.tokens())],
-                       static_cast<std::size_t>(cell % impl.tokens()), row_sums);
+                       static_cast<std::size_t>(cell % impl.tokens()), sums);
   });
 }
 
 // To the cell of an open page, else to the store; rounded to bfloat16 alike.
-void PageStore::Impl::count_queries(Page* page, std::size_t token, const std::vector<float>& sums) {
+void PageStore::Impl::count_queries(Page* page, std::size_t token, const QueryRow& row) {
   const bool open = page != nullptr && page->open;
-  std::vector<std::uint16_t> rounded(open ? 0 : sums.size());
-  std::uint16_t* out = open ? query_cell(*page, token) : rounded.data();
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    const auto bits = std::bit_cast<std::uint32_t>(std::min(sums[i], base::max_finite(DType::bf16)));
+  std::vector<std::uint16_t> rounded(open ? 0 : query_values());
+  std::uint16_t* const out = open ? query_cell(*page, token) : rounded.data();
+  const std::size_t count = query_sums.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(std::min(row.squares[i], base::max_finite(DType::bf16)));
     out[i] = static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16 & 1U)) >> 16);
+  }
+  for (std::size_t i = 0; i < row.sample.size(); ++i) {
+    out[count + i] = base::float_to_bfloat(std::clamp(row.sample[i], -cache::kLargestQuery, cache::kLargestQuery));
   }
   if (open) {
     page->observed.set(token);
     return;
   }
-  for (std::size_t i = 0; i < sums.size(); ++i) query_sums[i] += static_cast<double>(base::bfloat_to_float(out[i]));
+  for (std::size_t i = 0; i < count; ++i) query_sums[i] += static_cast<double>(base::bfloat_to_float(out[i]));
+  if (!query_moments.empty()) count_sample(out + count);
   queries_seen = true;
+}
+
+// One query of each group to the store's second moments.
+void PageStore::Impl::count_sample(const std::uint16_t* sample) {
+  std::vector<float> query(static_cast<std::size_t>(shape.key_dim));
+  for (int head = 0; head < shape.kv_heads; ++head, sample += shape.key_dim) {
+    for (std::size_t d = 0; d < query.size(); ++d) query[d] = base::bfloat_to_float(sample[d]);
+    cache::add_moments(query.data(), 1, shape.key_dim,
+                       query_moments.data() + static_cast<std::size_t>(head) * cache::triangle_size(shape.key_dim));
+  }
 }
 
 }  // namespace kvant

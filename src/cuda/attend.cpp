@@ -36,19 +36,6 @@ void check_alignment(const char* name, const void* pointer, std::uintptr_t bytes
   refuse(std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes");
 }
 
-DecodeVariant variant_of(const DeviceFormat& format, int vectors) {
-  DecodeVariant variant;
-  variant.key_bits = format.key.bits;
-  variant.value_bits = format.value.bits;
-  variant.high_steps = format.key.high_steps;
-  variant.key_dim = format.key.dim;
-  variant.value_dim = format.value.dim;
-  variant.rotated = format.rotation > 1;
-  variant.bfloat = format.bfloat;
-  variant.n_tiles = vectors > 4 ? 2 : 1;
-  return variant;
-}
-
 // Two blocks of vectors share what a page costs to unpack; shapes without such a kernel read the page once per block.
 const DecodeKernel* find_flat(DecodeVariant variant, int key_bytes) {
   const auto find = [&] {
@@ -247,7 +234,9 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
     const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
     impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
   }
-  const DecodeKernel* flat = find_flat(variant_of(pool.format, rows * args.group), args.key_bytes);
+  DecodeVariant variant = variant_of(pool.format);
+  variant.n_tiles = rows * args.group > 4 ? 2 : 1;
+  const DecodeKernel* flat = find_flat(variant, args.key_bytes);
   impl.prefill = find_prefill_kernel(pool.format);
   impl.path = choose_path(path, rows, flat != nullptr, impl.prefill != nullptr);
   if (impl.path == AttendPath::integer) {

@@ -1,6 +1,7 @@
 // Batch: device tables of the sequences in a call, appending and sealing.
 #include <algorithm>
 
+#include "cuda/check.hpp"
 #include "cuda/pool.hpp"
 
 namespace kvant::cuda {
@@ -97,7 +98,12 @@ void Batch::reserve(int tokens, void* stream) {
   }
   for (Sequence* sequence : impl.sequences) {
     Sequence::Impl& s = sequence->impl();
-    for (int i = missing(s); i > 0; --i) s.tail.push_back(impl.pool->exact_numbers.take());
+    for (int i = missing(s); i > 0; --i) {
+      s.tail.push_back(impl.pool->exact_numbers.take());
+      // Rows behind the end have the weight zero, but zero times a NaN of the page's last owner is a NaN.
+      check(cudaMemsetAsync(impl.pool->exact_page(s.tail.back()), 0, impl.pool->exact_stride(), as_stream(stream)),
+            "zeros for a page");
+    }
   }
   impl.upload(false, stream);
 }

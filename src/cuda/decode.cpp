@@ -95,9 +95,7 @@ void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const Inl
   check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the decode kernel");
 }
 
-namespace {
-
-SealKernel seal_kernel_of(const DeviceFormat& format) {
+DecodeVariant variant_of(const DeviceFormat& format) {
   DecodeVariant variant;
   variant.key_bits = format.key.bits;
   variant.value_bits = format.value.bits;
@@ -106,7 +104,13 @@ SealKernel seal_kernel_of(const DeviceFormat& format) {
   variant.value_dim = format.value.dim;
   variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
-  const DecodeKernel* kernel = find_decode_kernel(variant);
+  return variant;
+}
+
+namespace {
+
+SealKernel seal_kernel_of(const DeviceFormat& format) {
+  const DecodeKernel* kernel = find_decode_kernel(variant_of(format));
   return kernel == nullptr ? SealKernel() : kernel->seal;
 }
 

@@ -22,6 +22,7 @@ struct DecodeVariant {
 
   bool operator==(const DecodeVariant&) const = default;
 };
+DecodeVariant variant_of(const DeviceFormat& format);  // for up to four query vectors per KV head
 
 // The kernel that writes pages of a format, or their keys; null where only the CPU does.
 struct SealKernel {

@@ -337,6 +337,7 @@ DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
   if (kitty != nullptr && kitty->selector != Selector::magnitude) {
     refuse("recipe '" + to_text(recipe) + "' ranks channels otherwise than by magnitude" + served);
   }
+  if (layout.key.feedback) refuse("recipe '" + to_text(recipe) + "' feeds errors of keys back by queries" + served);
   if (layout.salient > 0) refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page" + served);
   if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
   for (const int dim : {shape.key_dim, shape.value_dim}) {

@@ -86,10 +86,10 @@ int salient_tokens(const Recipe& recipe) {
 }
 
 const KeySide& side_of(const KeyRecipe& keys) {
-  return *find(std::visit([](const auto& options) { return options.method; }, keys)).keys;
+  return *find(std::visit([](const auto& options) { return options.kMethod; }, keys)).keys;
 }
 const ValueSide& side_of(const ValueRecipe& values) {
-  return *find(std::visit([](const auto& options) { return options.method; }, values)).values;
+  return *find(std::visit([](const auto& options) { return options.kMethod; }, values)).values;
 }
 
 void bad_value(std::string_view key, std::string_view value, const std::string& allowed) {

@@ -34,6 +34,7 @@ struct TileSpec {
   int rotation = 1;          // block of the Hadamard rotation of the rows
   bool shared_grid = false;  // one grid per depth index for all KV heads
   bool least_squares = false;
+  bool feedback = false;            // keys: TileLayout::feedback
   std::vector<std::uint8_t> table;  // TileLayout::table
   double outliers = 0;              // share of each vector that is kept beside the codes, half of it at each end
   int salient = 0;  // given: the first places of a page, those of its salient tokens; 0 where tokens lie in cell order

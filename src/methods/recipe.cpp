@@ -211,7 +211,7 @@ std::string bits_text(const char* prefix, const Part& part) {
 
 template <typename Part>
 std::string side_text(const char* key, const Part& part) {
-  return key + std::string(std::visit([](const auto& p) { return p.method; }, part)) + bits_text(":", part);
+  return key + std::string(std::visit([](const auto& p) { return p.kMethod; }, part)) + bits_text(":", part);
 }
 
 // The recipes that led the comparison at their bits (docs/results.md; design: quality-prior-art.md section 7).

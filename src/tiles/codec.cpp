@@ -177,6 +177,47 @@ double GridError(const std::uint8_t* codes, const float* x, int n, float min, fl
   return AddLanes(error);
 }
 
+// ---- sums of rows
+
+// n lanes of D at a time; four registers share a factor where there are as many.
+template <class D>
+HWY_INLINE int AddRowsTo(D d, int first, const float* rows, std::int64_t stride, const float* factors, int count, int n,
+                         float* out) {
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  int i = first;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    auto a = hn::LoadU(d, out + i);
+    auto b = hn::LoadU(d, out + i + lanes);
+    auto c = hn::LoadU(d, out + i + 2 * lanes);
+    auto e = hn::LoadU(d, out + i + 3 * lanes);
+    const float* row = rows + i;
+    for (int k = 0; k < count; ++k, row += stride) {
+      const auto factor = hn::Set(d, factors[k]);
+      a = hn::Add(a, hn::Mul(factor, hn::LoadU(d, row)));
+      b = hn::Add(b, hn::Mul(factor, hn::LoadU(d, row + lanes)));
+      c = hn::Add(c, hn::Mul(factor, hn::LoadU(d, row + 2 * lanes)));
+      e = hn::Add(e, hn::Mul(factor, hn::LoadU(d, row + 3 * lanes)));
+    }
+    hn::StoreU(a, d, out + i);
+    hn::StoreU(b, d, out + i + lanes);
+    hn::StoreU(c, d, out + i + 2 * lanes);
+    hn::StoreU(e, d, out + i + 3 * lanes);
+  }
+  for (; i + lanes <= n; i += lanes) {
+    auto a = hn::LoadU(d, out + i);
+    for (int k = 0; k < count; ++k) {
+      a = hn::Add(a, hn::Mul(hn::Set(d, factors[k]), hn::LoadU(d, rows + k * stride + i)));
+    }
+    hn::StoreU(a, d, out + i);
+  }
+  return i;
+}
+
+void AddRows(const float* rows, std::int64_t stride, const float* factors, int count, int n, float* out) {
+  const int done = AddRowsTo(F(), 0, rows, stride, factors, count, n, out);
+  AddRowsTo(hn::CappedTag<float, 1>(), done, rows, stride, factors, count, n, out);
+}
+
 // ---- Hadamard
 
 // (a, b) -> (a + b, a - b) at distance `half`, for halves of at least one register of D.
@@ -283,6 +324,7 @@ void FillCodec(Kernels& k) {
   k.dequantize = Dequantize;
   k.line_sums = SumLine;
   k.grid_error = GridError;
+  k.add_rows = AddRows;
   k.hadamard = Hadamard;
   k.pack_plane = PackPlane;
   k.unpack_plane = UnpackPlane;

@@ -232,6 +232,10 @@ struct Kernels {
   LineSums (*line_sums)(const std::uint8_t* codes, const float* x, int n) = nullptr;
   // sum (x - (min + code * step))^2 in double, the grid's value in float; lanes as in LineSums
   double (*grid_error)(const std::uint8_t* codes, const float* x, int n, float min, float step) = nullptr;
+  // out[i] += factors[0] * rows[0][i], then factors[1] * rows[1][i] and so on, each rounded twice: the same on every
+  // set.
+  void (*add_rows)(const float* rows, std::int64_t stride, const float* factors, int count, int n,
+                   float* out) = nullptr;
   // Walsh-Hadamard transform of every `block` consecutive values, in place and not normalised; block is a power of two
   // that divides n. The same additions in the same tree on every set.
   void (*hadamard)(float* x, int n, int block) = nullptr;

@@ -239,6 +239,12 @@ double grid_error(const std::uint8_t* codes, const float* x, int n, float min, f
   return add_lanes(error);
 }
 
+void add_rows(const float* rows, std::int64_t stride, const float* factors, int count, int n, float* out) {
+  for (int k = 0; k < count; ++k) {
+    for (int i = 0; i < n; ++i) out[i] += factors[k] * rows[k * stride + i];
+  }
+}
+
 void hadamard(float* x, int n, int block) {
   for (int half = 1; half < block; half *= 2) {
     for (int i = 0; i < n; ++i) {
@@ -352,6 +358,7 @@ Kernels scalar_kernels() {
   k.dequantize = dequantize;
   k.line_sums = line_sums;
   k.grid_error = grid_error;
+  k.add_rows = add_rows;
   k.hadamard = hadamard;
   k.sincos = sincos;
   k.turn_tile = turn_tile;

@@ -43,7 +43,7 @@ def test_fuzz(target, tmp_path):
     for pattern in SOURCES[target]:
         sources += sorted(ROOT.glob(pattern))
     program = tmp_path / "fuzz"
-    build = ["clang++", "-std=c++20", "-O1", "-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all",
+    build = ["clang++", "-std=c++20", "-O1", "-gline-tables-only", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all",
              f"-I{ROOT}", f"-I{ROOT}/include", f"-I{ROOT}/src", *map(str, sources), "-lfmt", "-lxxhash", "-o", str(program)]  # fmt: skip
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

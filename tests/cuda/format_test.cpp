@@ -72,6 +72,7 @@ TEST(DevicePage, RefusesWhatHasNoKernels) {
   refused("waterfill:page=64", shape, "page");
   refused("k=zipcache,v=kivi:4", shape, "orders the tokens");
   refused("kitty:selector=variance", shape, "otherwise than by magnitude");
+  refused("waterfill:feedback=1", shape, "feeds errors of keys back");
   refused("kivi", {1, 80, 128, DType::f16}, "80");
   refused("kivi", {1, 128, 128, DType::f32}, "f32");
 }

@@ -48,17 +48,7 @@ TEST(GpuPages, DecodeLoopFollowsTheCpu) {
   Twins twins(shape, 3, 8);
   std::mt19937 random(4);
   for (int step = 0; step < 30; ++step) {
-    const auto keys = random_rows(random, DType::f16, 2, 2, 128, 0.2F);
-    const auto values = random_rows(random, DType::f16, 2, 2, 128, 0.0F);
-    Guarded device_keys(keys.size() * 2);
-    Guarded device_values(values.size() * 2);
-    device_keys.write(keys.data());
-    device_values.write(values.data());
-    for (std::size_t b = 0; b < 2; ++b) {
-      twins.caches[b].append(dense_view(keys.data() + b * 256, DType::f16, 1, 2, 128),
-                             dense_view(values.data() + b * 256, DType::f16, 1, 2, 128));
-    }
-    twins.batch.append(device_keys.data(), device_values.data(), 1, nullptr);
+    append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
     twins.batch.seal_ready(nullptr);
     const Twins::Result cpu = twins.on_cpu();
     EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
@@ -89,6 +79,34 @@ TEST(GpuPages, ForksShareSealedPagesAndDiverge) {
   twins.bind();
   EXPECT_EQ(twins.on_gpu(AttendPath::integer).out, before.out);
   EXPECT_EQ(twins.pool.free_pages(), free_before);
+}
+
+// A sequence dies that held rows of NaN in every free page; who takes those pages must not see them behind its own end.
+TEST(GpuPages, WhatAPageHeldBeforeIsGone) {
+  KVANT_NEEDS_GPU();
+  Shape shape;
+  shape.recipe = "kivi:k=2,v=2,window=16";
+  shape.lengths = {256 + 100};
+  Twins twins(shape, 5);
+  const auto rows_of = [](std::uint16_t bits) { return std::vector<std::uint16_t>(2 * 128 * 128, bits); };
+  Guarded device(rows_of(0).size() * 2);
+  device.write(rows_of(0x7E00).data());
+  {
+    Sequence nan(twins.pool);
+    Sequence* only = &nan;
+    twins.batch.bind(std::span(&only, 1), nullptr);
+    while (twins.pool.free_exact_pages() > 0) twins.batch.append(device.data(), device.data(), 128, nullptr);
+  }
+  twins.bind();
+  const std::vector<std::uint16_t> ones = rows_of(0x3C00);
+  device.write(ones.data());
+  twins.batch.append(device.data(), device.data(), 40, nullptr);
+  const auto view = dense_view(ones.data(), DType::f16, 40, 2, 128);
+  twins.caches[0].append(view, view);
+  const Twins::Result cpu = twins.on_cpu();
+  for (const AttendPath path : {AttendPath::integer, AttendPath::reference}) {
+    EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
+  }
 }
 
 TEST(GpuPages, RefusalsChangeNothing) {

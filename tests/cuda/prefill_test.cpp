@@ -155,17 +155,7 @@ TEST(GpuPrefill, ChunksFollowTheCpu) {
   Twins twins(shape, 3, 24);
   std::mt19937 random(4);
   for (int chunk = 0; chunk < 5; ++chunk) {
-    const auto keys = random_rows(random, DType::f16, 300, 2, 128, 0.2F);
-    const auto values = random_rows(random, DType::f16, 300, 2, 128, 0.0F);
-    Guarded device_keys(keys.size() * 2);
-    Guarded device_values(values.size() * 2);
-    device_keys.write(keys.data());
-    device_values.write(values.data());
-    for (std::size_t b = 0; b < 2; ++b) {
-      twins.caches[b].append(dense_view(keys.data() + b * 150 * 256, DType::f16, 150, 2, 128),
-                             dense_view(values.data() + b * 150 * 256, DType::f16, 150, 2, 128));
-    }
-    twins.batch.append(device_keys.data(), device_values.data(), 150, nullptr);
+    append_to_both(twins.batch, twins.caches, random, 150, 0.2F);
     twins.batch.seal_ready(nullptr);
     const Twins::Result cpu = twins.on_cpu();
     const Twins::Result gpu = twins.on_gpu(AttendPath::automatic);

@@ -117,6 +117,26 @@ void expect_same_blocks(const Sequence& sequence, const Cache& cache) {
   }
 }
 
+void append_to_both(Batch& batch, std::span<Cache> caches, std::mt19937& random, int rows, float spread) {
+  const CacheShape& shape = caches[0].shape();
+  const std::int64_t all = static_cast<std::int64_t>(caches.size()) * rows;
+  const auto keys = random_rows(random, shape.dtype, all, shape.kv_heads, shape.key_dim, spread);
+  const auto values = random_rows(random, shape.dtype, all, shape.kv_heads, shape.value_dim, 0.0F);
+  for (std::size_t b = 0; b < caches.size(); ++b) {
+    const std::size_t row = b * static_cast<std::size_t>(rows * shape.kv_heads);
+    caches[b].append(dense_view(keys.data() + row * static_cast<std::size_t>(shape.key_dim), shape.dtype, rows,
+                                shape.kv_heads, shape.key_dim),
+                     dense_view(values.data() + row * static_cast<std::size_t>(shape.value_dim), shape.dtype, rows,
+                                shape.kv_heads, shape.value_dim));
+  }
+  Guarded device_keys(keys.size() * 2);
+  Guarded device_values(values.size() * 2);
+  device_keys.write(keys.data());
+  device_values.write(values.data());
+  batch.append(device_keys.data(), device_values.data(), rows, nullptr);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // the rows on the device go with this call
+}
+
 void expect_same_seals(const char* recipe, const CacheShape& shape, float spread) {
   SCOPED_TRACE(std::string(recipe) + " " + std::to_string(shape.key_dim));
   std::mt19937 random(11);
@@ -130,20 +150,7 @@ void expect_same_seals(const char* recipe, const CacheShape& shape, float spread
   batch.bind(pointers, nullptr);
   std::vector<Cache> caches(2, Cache(parsed, shape));
   for (const int rows : {1, 60, 67, 1, 128, 200, 3, 256, 40}) {
-    const auto keys = random_rows(random, shape.dtype, 2 * rows, shape.kv_heads, shape.key_dim, spread);
-    const auto values = random_rows(random, shape.dtype, 2 * rows, shape.kv_heads, shape.value_dim, 0.0F);
-    for (std::size_t b = 0; b < 2; ++b) {
-      const std::size_t row = b * static_cast<std::size_t>(rows * shape.kv_heads);
-      caches[b].append(dense_view(keys.data() + row * static_cast<std::size_t>(shape.key_dim), shape.dtype, rows,
-                                  shape.kv_heads, shape.key_dim),
-                       dense_view(values.data() + row * static_cast<std::size_t>(shape.value_dim), shape.dtype, rows,
-                                  shape.kv_heads, shape.value_dim));
-    }
-    Guarded device_keys(keys.size() * 2);
-    Guarded device_values(values.size() * 2);
-    device_keys.write(keys.data());
-    device_values.write(values.data());
-    batch.append(device_keys.data(), device_values.data(), rows, nullptr);
+    append_to_both(batch, caches, random, rows, spread);
     batch.seal_ready(nullptr);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }

@@ -86,6 +86,8 @@ struct Twins {
 
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
 void expect_agreement(const Shape& shape, unsigned seed = 1);
+// Sequence b of the batch and caches[b] get the same random rows.
+void append_to_both(Batch& batch, std::span<Cache> caches, std::mt19937& random, int rows, float spread);
 // Rows that arrive in chunks on both sides; what is sealed on the device are the CPU's bytes.
 void expect_same_seals(const char* recipe, const CacheShape& shape, float spread = 0.3F);
 // Every sealed page of the sequence, downloaded, is the CPU's block.

@@ -43,7 +43,7 @@ void check_cache(const std::string& recipe, const CacheShape& shape, std::int64_
 TEST(Bytes, EqualTheAllocatorsCount) {
   for (const char* recipe :
        {"f16", "kivi:k=4,v=4,window=0", "kivi:k=2,v=2,window=128,sink=4", "kitty", "kivi:k=8,v=3,page=64",
-        "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64", "kvquant:window=0",
+        "waterfill:window=0", "waterfill:k=3,high=6,v=3,shared=1,page=64", "waterfill:feedback=1", "kvquant:window=0",
         "kvquant:k=4,v=2,outliers=0.05,page=32", "kvquant:rope=before", "zipcache", "k=zipcache,v=kivi:4,page=32"}) {
     check_cache(recipe, {8, 128, 128, DType::f16}, 2048);
     check_cache(recipe, {3, 64, 64, DType::f16}, 1000);
@@ -74,7 +74,8 @@ TEST(Bytes, FallAfterTrimAndClear) {
   // The tables of kernel sets and methods are made on first use and stay.
   ASSERT_FALSE(active_kernel().empty());
   ASSERT_EQ(Cache(parse_recipe("kivi"), shape).length(), 0);
-  for (const char* recipe : {"f16", "kivi:window=0", "kitty:sink=4", "waterfill:window=0", "zipcache:window=0"}) {
+  for (const char* recipe :
+       {"f16", "kivi:window=0", "kitty:sink=4", "waterfill:window=0", "waterfill:feedback=1", "zipcache:window=0"}) {
     const std::int64_t before = testing::live_bytes();
     {
       Cache cache(parse_recipe(recipe), shape);

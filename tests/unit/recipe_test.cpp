@@ -31,6 +31,7 @@ Recipe random_recipe(std::mt19937& random) {
     keys->high = keys->low + pick(0, 1, 2, 3);
     keys->bits = keys->low + (keys->high - keys->low) * (static_cast<double>(random()) / std::mt19937::max());
     keys->grid = pick(0, 1) != 0 ? Grid::range : Grid::least_squares;
+    keys->feedback = pick(0, 1) != 0;
   }
   const auto share = [&] { return 0.1 * static_cast<double>(random()) / static_cast<double>(std::mt19937::max()); };
   if (auto* keys = std::get_if<KvquantKeys>(&recipe.key)) *keys = {pick(2, 3, 4), share(), false, pick(0, 1) != 0};
@@ -72,6 +73,10 @@ TEST(Recipe, EveryKeyIsReadInAnyOrder) {
   EXPECT_EQ(parse_recipe("kitty:selector=magnitude"), parse_recipe("kitty"));
   EXPECT_EQ(to_text(parse_recipe("kitty:selector=range")),
             "kitty:boost=0.25,selector=range,v=2,sink=32,window=128,page=128,x=16");
+  EXPECT_EQ(parse_recipe("waterfill:feedback=0"), parse_recipe("waterfill"));
+  EXPECT_EQ(to_text(parse_recipe("small:feedback=1")),
+            "waterfill:k=2.5,low=1,high=5,grid=ls,feedback=1,v=2,rotate=1,shared=0,vgrid=ls,sink=4,window=128,page=128,"
+            "x=16");
   EXPECT_EQ(to_text(parse_recipe("f16")), "f16");
   EXPECT_FALSE(parse_recipe("f16").quantizes());
   EXPECT_TRUE(kivi.quantizes());
@@ -226,6 +231,8 @@ TEST(Recipe, BadTextIsNamedInTheError) {
       {"kivi:page=96", {"'page'", "'96'", "32, 64, 128, 256"}},
       {"kivi:page=0", {"'page'", "'0'"}},
       {"kivi:x=12", {"'x'", "'12'", "8, 16"}},
+      {"waterfill:feedback=2", {"'feedback'", "'2'", "0 to 1"}},
+      {"k=kivi:4,v=waterfill:4,feedback=1", {"'feedback'", "rotate"}},
       {"kitty:selector=loudness", {"'selector'", "'loudness'", "variance", "query"}},
       {"kitty:boost=1.5", {"'boost'", "1.5", "0 to 1"}},
       {"kitty:boost=-0.1", {"'boost'", "-0.1"}},

@@ -199,6 +199,8 @@ const Fuzzed kFuzzed[] = {
     {"waterfill:k=2.5,v=2,page=32,window=10,sink=4", {2, 12, 10, DType::f16}, 150},
     {"waterfill:k=3,high=6,v=3,shared=1,page=64,window=0,sink=0", {2, 8, 8, DType::f32}, 140},
     {"waterfill:k=4,low=2,high=6,v=4,shared=1,vgrid=range,page=32,window=3,sink=3", {3, 8, 6, DType::bf16}, 140},
+    {"waterfill:k=2.5,feedback=1,page=32,window=10,sink=4", {2, 12, 10, DType::f16}, 150},
+    {"k=waterfill:2,v=zipcache,grid=range,feedback=1,page=32,window=0", {2, 8, 8, DType::f32}, 140},
     {"zipcache:page=32,window=10,sink=4", {2, 12, 10, DType::f16}, 150},
     {"zipcache:saliency=norm,salient=0.4,high=6,low=3,vhigh=3,page=64,window=0", {2, 8, 8, DType::f32}, 140},
     {"k=zipcache,v=waterfill:4,shared=1,vgrid=range,page=32,window=3,sink=3", {3, 8, 6, DType::bf16}, 140},

@@ -38,6 +38,7 @@ void key_tile(const KeyRecipe& part, TileSpec& spec) {
   spec.high = keys.high;
   spec.budget = std::max(keys.low * fours, static_cast<int>(std::floor(keys.bits * fours + 1e-9)));
   spec.least_squares = keys.grid == Grid::least_squares;
+  spec.feedback = keys.feedback;
 }
 
 // What a channel's error does to the scores: its range, which its step is a fraction of, and how much the queries look
@@ -57,7 +58,7 @@ void choose_widths(const KeyRecipe&, const KeyPage& page, std::uint8_t* widths) 
 KeySide keys() {
   KeySide side;
   side.defaults = WaterfillKeys();
-  side.options = {"k", "low", "high", "grid"};
+  side.options = {"k", "low", "high", "grid", "feedback"};
   side.set = [](KeyRecipe& part, std::string_view option, std::string_view value) {
     auto& keys = std::get<WaterfillKeys>(part);
     if (option == "k") {
@@ -68,6 +69,8 @@ KeySide keys() {
       keys.high = read_int(option, value, 1, kWidest);
     } else if (option == "grid") {
       keys.grid = read_grid(option, value);
+    } else if (option == "feedback") {
+      keys.feedback = read_int(option, value, 0, 1) != 0;
     } else {
       return false;
     }
@@ -76,12 +79,18 @@ KeySide keys() {
   side.bits = [](const KeyRecipe& part) { return number_text(std::get<WaterfillKeys>(part).bits); };
   side.options_text = [](const KeyRecipe& part) {
     const auto& keys = std::get<WaterfillKeys>(part);
-    return "low=" + std::to_string(keys.low) + ",high=" + std::to_string(keys.high) + ",grid=" + grid_text(keys.grid);
+    // The default is not said: recipes without it have the text that images have always had.
+    return "low=" + std::to_string(keys.low) + ",high=" + std::to_string(keys.high) + ",grid=" + grid_text(keys.grid) +
+           (keys.feedback ? ",feedback=1" : "");
   };
   side.validate = [](const KeyRecipe& part) { check_keys(std::get<WaterfillKeys>(part)); };
   side.tile = key_tile;
   side.choose_widths = choose_widths;
   side.uses_queries = [](const KeyRecipe&) { return true; };
+  side.remark = [](const KeyRecipe& part) -> std::string {
+    if (!std::get<WaterfillKeys>(part).feedback) return {};
+    return "waterfill feeds no errors back in pages that are sealed before any query is seen (blind_seals)";
+  };
   return side;
 }
 
