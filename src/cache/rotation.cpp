@@ -185,8 +185,8 @@ void undo_rotation(const KeyRotation& rotation, std::span<const std::int64_t> po
   std::vector<std::int32_t> checked;
   for (const std::int64_t position : positions) checked.push_back(cache::checked_position(position));
   // A row is one column of its channels.
-  for (std::size_t i = 0; i < checked.size(); ++i) {
-    for (int head = 0; head < heads; ++head, rows += dim) turns.turn(cache::Turn::undo, &checked[i], 1, rows, 1);
+  for (const std::int32_t& position : checked) {
+    for (int head = 0; head < heads; ++head, rows += dim) turns.turn(cache::Turn::undo, &position, 1, rows, 1);
   }
 }
 
