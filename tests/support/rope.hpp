@@ -63,8 +63,8 @@ struct NamedRope {
 // For heads of 24 channels and more: both kinds, some channels left alone, YaRN, divisors (Llama 3).
 inline std::vector<NamedRope> ropes() {
   using enum RotaryPairs;
-  std::vector<float> factors;
-  for (int i = 0; i < 12; ++i) factors.push_back(1.0F + 0.4F * static_cast<float>(i));
+  std::vector<float> factors(12);
+  for (std::size_t i = 0; i < 12; ++i) factors[i] = 1.0F + 0.4F * static_cast<float>(i);
   RopeParameters yarn{adjacent, 24, 10000, 0.25, 1, 1, 32, 1, 128, {}};
   RopeParameters mixed{halves, 24, 500000, 0.5, 0.7, 1.25, 16, 2, 1024, factors};
   return {{"adjacent", {adjacent, 24}},

@@ -204,7 +204,7 @@ TEST(BeforeRope, RandomHistoriesKeepEveryTokenWhereItWas) {
 
 // What is stored does not depend on how tokens arrived.
 TEST(BeforeRope, ChunksChangeNothing) {
-  const auto& [name, rope] = ropes()[1];
+  const auto [name, rope] = ropes()[1];
   const Turned data(rope, {2, 24, 16, DType::f16}, broken_positions(150));
   const Cache whole = filled(kRecipe, rope, data);
   Cache parts(parse_recipe(kRecipe), data.rows.shape);
@@ -263,7 +263,7 @@ TEST(BeforeRope, ShiftsMovePositionsAndKeepCodes) {
 
 // Cells copied between stores take their positions along, as whole pages and in part.
 TEST(BeforeRope, CopiedCellsKeepTheirPositions) {
-  const auto& [name, rope] = ropes()[0];
+  const auto [name, rope] = ropes()[0];
   const CacheShape shape{2, 24, 16, DType::f16};
   const Turned data(rope, shape, broken_positions(96));
   PageStore store(parse_recipe(kRecipe), shape, 96);
@@ -297,7 +297,7 @@ TEST(BeforeRope, CopiedCellsKeepTheirPositions) {
 }
 
 TEST(BeforeRope, MistakesAreNamedAndChangeNothing) {
-  const auto& [name, rope] = ropes()[0];
+  const auto [name, rope] = ropes()[0];
   const CacheShape shape{2, 24, 16, DType::f16};
   const Turned data(rope, shape, testing::cell_numbers(0, 64));
   Cache cache(parse_recipe(kRecipe), shape);
@@ -346,7 +346,7 @@ TEST(BeforeRope, MistakesAreNamedAndChangeNothing) {
 }
 
 TEST(BeforeRope, ForgedImagesAreRefused) {
-  const auto& [name, rope] = ropes()[0];
+  const auto [name, rope] = ropes()[0];
   const Turned data(rope, {2, 24, 16, DType::f16}, testing::cell_numbers(0, 40));
   const std::vector<std::byte> image = filled(kRecipe, rope, data).save();
   EXPECT_EQ(std::to_integer<int>(image[8]), 3);

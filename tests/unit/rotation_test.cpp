@@ -63,8 +63,8 @@ TEST_P(Turning, AnglesAreThoseOfTheLibrary) {
 // Codes to rotated rows: the definition in double, over widths, page sizes, pairs and consecutive or scattered
 // positions.
 TEST_P(Turning, TilesAreTheDefinitionInDouble) {
-  std::vector<std::uint8_t> table;
-  for (int i = 0; i < 16; ++i) table.push_back(static_cast<std::uint8_t>(i * i + i));
+  std::array<std::uint8_t, 16> table{};
+  for (std::size_t i = 0; i < 16; ++i) table[i] = static_cast<std::uint8_t>(i * i + i);
   for (const int bits : {2, 3, 4}) {
     for (const int rows : {32, 64, 128, 256}) {
       const int depth = 26;
