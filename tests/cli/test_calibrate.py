@@ -107,7 +107,7 @@ def test_keys_before_rope_have_a_file_of_their_own(learned, kvant, model, text, 
     lengths = [np.linalg.norm(all_rows[4, 0], axis=1) for all_rows in (recorded, turned)]
     assert np.allclose(*lengths, rtol=2e-3) and not np.allclose(recorded[4, 0], turned[4, 0], atol=0.1)
     recipe = f"kvquant:k=3,v=3,rope=before,window=0,page=32,file={before}"
-    done = kvant("compare", "-m", model, "-f", text, "--recipes", recipe, "-c", 128, "--ubatch", 32, "--chunks", 1,
+    done = kvant("compare", "-m", model, "-f", text, "--recipes", recipe, "-c", 128, "--ubatch", 32, "--chunks", 2,
                  "--no-speed")  # fmt: skip
     assert done.returncode == OK, done.stderr
     assert "keys are stored before RoPE" in done.stdout and "kvquant is calibrated on 95 tokens" in done.stdout
