@@ -266,8 +266,10 @@ void DotVectors(DotArgs& a, int tiles, int vectors) {
 }
 
 constexpr int kSumQuads = kSumDepth / kQuad;
-// Segments up to which each is a chunk of its own for several vectors: short ones cost more than joining all.
+// Segments up to which each is a chunk of its own for several vectors: short ones cost more than joining all. For few
+// vectors joining costs more.
 constexpr int kFewSegments = 2;
+constexpr int kFewVectors = KVANT_MADD ? 1 : 2;
 
 // The chunks of a product.
 struct Program {
@@ -279,7 +281,7 @@ struct Program {
 
   explicit Program(const CodeProduct& product) : a(product), cover{product}, segments(cover) {
     if (a.table != nullptr) return;  // codes that index a table have to be whole
-    const bool any = a.vectors == 1 || (a.vectors <= kGroupVectors && segments.count <= kFewSegments);
+    const bool any = a.vectors <= kFewVectors || (a.vectors <= kGroupVectors && segments.count <= kFewSegments);
     for (int i = 0; i < segments.count; ++i) {
       Segment& segment = segments.list[i];
       const bool field = segment.count == 1 && (any || cover.is_alone(segment.planes[0]));
