@@ -140,7 +140,7 @@ class QueryBlock {
   float* slope_ = nullptr;
   float* middle_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
-  float* min_ = nullptr;  // only where it has outliers
+  float* min_ = nullptr;  // only where it has outliers or is decoded
   float* max_ = nullptr;
   Levels levels_[kKinds];
   // The outliers of a tile: what each adds to its code's level, and where.
