@@ -29,6 +29,7 @@ TileRing::TileRing(const tiles::Kernels& kernels, int width, int rows, int depth
       v_(testing::random_floats(size(vectors * depth), 3)),
       step_(testing::random_floats(size(depth), 4)),
       min_(testing::random_floats(size(depth), 5)),
+      middle_(size(depth)),
       mid_(size(base::round_up(depth, tiles::kDepthPad))),
       scale_(size(vectors)),
       bias_(size(vectors)),
@@ -45,6 +46,7 @@ TileRing::TileRing(const tiles::Kernels& kernels, int width, int rows, int depth
     codes_[i] = static_cast<std::uint8_t>(static_cast<int>(std::fabs(random[i]) * 977.0F) & ((1 << width) - 1));
   }
   std::fill_n(mid_.begin(), depth, 0.5F * static_cast<float>((1 << width) - 1));
+  for (std::size_t i = 0; i < middle_.size(); ++i) middle_[i] = min_[i] + mid_[i] * step_[i];
   if (width == 0) page_bytes_ = size(depth * rows) * 2;
   bytes_ = page_bytes_ * size(pages);
   memory_ = base::allocate_aligned(bytes_);
@@ -69,7 +71,7 @@ void TileRing::multiply(std::int64_t page, tiles::Ahead ahead) {
   pack.v = v_.data();
   pack.v_stride = depth_;
   pack.step = step_.data();
-  pack.min = min_.data();
+  pack.middle = middle_.data();
   pack.depth = depth_;
   pack.vectors = vectors_;
   pack.mid = mid_.data();

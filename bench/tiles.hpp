@@ -34,7 +34,7 @@ class TileRing {
   base::AlignedBytes memory_;
   std::vector<tiles::CodePlane> planes_;  // of a page; `plane` holds the offset
   std::vector<std::uint8_t> codes_;       // [depth][stride], of every page
-  std::vector<float> v_, step_, min_, mid_, scale_, bias_, out_;
+  std::vector<float> v_, step_, min_, middle_, mid_, scale_, bias_, out_;
   std::vector<std::int32_t> x_;
 };
 

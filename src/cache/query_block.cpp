@@ -84,7 +84,7 @@ std::size_t QueryBlock::arena_bytes(const AttentionPlan& plan) {
   const bool rotates = plan.store->layout.value.rotation > 1;
   const TurnedSizes turned(plan);
   return Arena::padded<float>(n * key) + 3 * Arena::padded<float>(n * page) + Arena::padded<float>(n * value) +
-         7 * Arena::padded<float>(n) + (3 + 2 * kKinds) * Arena::padded<float>(deep) + Arena::padded<const float*>(n) +
+         7 * Arena::padded<float>(n) + (4 + 2 * kKinds) * Arena::padded<float>(deep) + Arena::padded<const float*>(n) +
          Arena::padded<std::int32_t>(tiles::packed_words(longest(plan), static_cast<int>(n))) +
          (gathers ? Arena::padded<std::uint16_t>(deep) + Arena::padded<float>(n * key) +
                         Arena::padded<float>(base::round_up(n, std::size_t{4}) * key)
@@ -115,9 +115,9 @@ QueryBlock::QueryBlock(const AttentionPlan& plan, Workspace::Arena& arena)
   for (float** vector : {&maximum_, &sum_, &alpha_, &bias_, &slope_, &plain_.owed, &x_scale_}) {
     *vector = arena.take<float>(n);
   }
-  for (float** line : {&min_, &max_, &step_}) *line = arena.take<float>(deep);
+  for (float** line : {&middle_, &step_, &min_, &max_}) *line = arena.take<float>(deep);
   for (Levels& levels : levels_) {
-    levels.most = arena.take<float>(deep);
+    levels.inverse = arena.take<float>(deep);
     levels.half = arena.take<float>(deep);
   }
   mask_rows_ = arena.take<const float*>(n);
@@ -207,8 +207,22 @@ const QueryBlock::Levels& QueryBlock::levels_of(const TileView& view) {
   Levels& levels = levels_[view.tile == &layout.value ? 2 : (view.tile == &layout.key_rest ? 1 : 0)];
   if (levels.tile == view.tile && view.tile->budget == 0) return levels;
   const int depth = view.tile->depth;
-  view.levels(levels.most);
-  for (int i = 0; i < depth; ++i) levels.half[i] = 0.5F * levels.most[i];
+  const auto fill = [&](int from, int to, float most) {
+    std::fill(levels.inverse + from, levels.inverse + to, 1.0F / most);
+    std::fill(levels.half + from, levels.half + to, 0.5F * most);
+  };
+  if (view.tile->budget > 0) {
+    const std::array<int, 6> counts = read_counts(*view.tile, view.head_block);
+    int at = 0;
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      const int end = std::min(at + counts[i] * tiles::kQuad, depth);
+      fill(at, end, static_cast<float>(largest_code(kWidthOrder[i])));
+      at = end;
+    }
+  } else {
+    view.levels(levels.inverse);
+    for (int i = 0; i < depth; ++i) fill(i, i + 1, levels.inverse[i]);
+  }
   std::fill(levels.half + depth, levels.half + base::round_up(depth, tiles::kDepthPad), 0.0F);
   levels.tile = view.tile;
   return levels;
@@ -222,17 +236,21 @@ void QueryBlock::pack_tile(const TileView& view, const float* v, std::int64_t v_
   }
   const Levels& levels = levels_of(view);
   if (tile.shared_grid && view.tokens != nullptr) {
-    load_endpoints(view, store_.shape.dtype, min_, step_);
-    for (int i = 0; i < tile.depth; ++i) step_[i] = (step_[i] - min_[i]) / levels.most[i];
+    load_endpoints(view, store_.shape.dtype, middle_, step_);
+    for (int i = 0; i < tile.depth; ++i) {
+      const float span = step_[i] - middle_[i];
+      middle_[i] += 0.5F * span;
+      step_[i] = span * levels.inverse[i];
+    }
   } else {
-    kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype, levels.most,
-                       tile.depth, min_, step_);
+    kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype, levels.inverse,
+                       tile.depth, middle_, step_);
   }
   tiles::PackArgs pack;
   pack.v = v;
   pack.v_stride = v_stride;
   pack.step = step_;
-  pack.min = min_;
+  pack.middle = middle_;
   pack.depth = tile.depth;
   pack.vectors = vectors_;
   pack.wide = store_.recipe.x_bits == 16;
@@ -258,10 +276,11 @@ void QueryBlock::multiply_tile(const TileView& view, tiles::Start start, tiles::
 
 void QueryBlock::add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out,
                               std::int64_t out_stride) {
+  if (view.tile->outliers.slots == 0) return;
   const OutlierList list = view.outliers();
   if (list.count == 0) return;
   kernels_.widen(list.values, store_.shape.dtype, residuals_, list.count);
-  kernels_.widen(view.grid + view.tile->max_offset, store_.shape.dtype, max_, view.tile->depth);
+  load_endpoints(view, store_.shape.dtype, min_, max_);
   list.places(outlier_rows_, outlier_depths_);
   subtract_levels(view, list, outlier_depths_, min_, max_, step_, residuals_);
   kernels_.multiply_sparse({residuals_, outlier_rows_, outlier_depths_, list.count, view.tile->rows, view.tile->depth,

@@ -54,10 +54,11 @@ class QueryBlock {
   const float* output(int vector) const { return plain_.values + vector * output_stride_; }
 
  private:
-  // Largest code per stored depth index and half of it; only tiles of own widths change them from page to page.
+  // One over the largest code per stored depth index, and half of that code; only tiles of own widths change them from
+  // page to page.
   struct Levels {
     const TileLayout* tile = nullptr;
-    float* most = nullptr;
+    float* inverse = nullptr;
     float* half = nullptr;
   };
   static constexpr int kKinds = 3;  // of tiles: key, key_rest, value
@@ -95,7 +96,7 @@ class QueryBlock {
   void pack_tile(const TileView& view, const float* v, std::int64_t v_stride);
   // out, begun as `start` says with alpha_ and bias_, gets the tile times what pack_tile packed
   void multiply_tile(const TileView& view, tiles::Start start, tiles::Ahead ahead, float* out, std::int64_t out_stride);
-  // What the tile's outliers add to multiply_tile; needs the grid that pack_tile loaded.
+  // What the tile's outliers add to multiply_tile; needs the steps that pack_tile loaded.
   void add_outliers(const TileView& view, const float* v, std::int64_t v_stride, float* out, std::int64_t out_stride);
   const Levels& levels_of(const TileView& view);
   // The queries in the tile's order.
@@ -137,9 +138,10 @@ class QueryBlock {
   float* alpha_ = nullptr;
   float* bias_ = nullptr;
   float* slope_ = nullptr;
-  float* min_ = nullptr;  // grids of the current tile
-  float* max_ = nullptr;
+  float* middle_ = nullptr;  // grids of the current tile
   float* step_ = nullptr;
+  float* min_ = nullptr;  // only where it has outliers or is decoded
+  float* max_ = nullptr;
   Levels levels_[kKinds];
   // The outliers of a tile: what each adds to its code's level, and where.
   float* residuals_ = nullptr;

@@ -16,8 +16,9 @@ void QueryBlock::score_turned(const Page& page) {
     positions_[row] = page.positions[static_cast<std::size_t>(view.tokens != nullptr ? view.tokens[row] : row)];
   }
   rotation.place(positions_, tile.rows, turn_blocks_, turn_room_);
-  kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype, levels_of(view).most,
-                     tile.depth, min_, step_);
+  kernels_.load_grid(view.grid + tile.min_offset, view.grid + tile.max_offset, store_.shape.dtype,
+                     levels_of(view).inverse, tile.depth, middle_, step_);
+  kernels_.widen(view.grid + tile.min_offset, store_.shape.dtype, min_, tile.depth);
   std::array<tiles::CodePlane, kMaxPlanes> planes;
   int count = 0;
   for (const PlaneLayout& plane : view.planes.span()) {

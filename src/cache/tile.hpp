@@ -22,6 +22,10 @@ constexpr std::array<int, 6> kWidthOrder = {6, 4, 5, 1, 3, 2};
 
 // Place of a width in kWidthOrder.
 int width_class(int width);
+// The largest code of a width as stored: even ones times two.
+constexpr int largest_code(int width) {
+  return ((1 << width) - 1) << (width % 2 == 0 ? 1 : 0);
+}
 
 struct TilePlanes {
   int count = 0;

@@ -14,6 +14,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvant::tiles::HWY_NAMESPACE {
 
+// The bits of a register of codes that one factor of a product may come from.
+constexpr std::uint32_t kCodeBytes = KVANT_MADD ? 0x00FF00FF : 0xFFFFFFFF;
+
 #undef KVANT_DOT_ATTR
 #if KVANT_VNNI
 // Highway 1.0.3 detects AVX-512 VNNI for this target but does not name it to the compiler. For Clang a function's own
@@ -30,22 +33,31 @@ KVANT_DOT_ATTR HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
 KVANT_DOT_ATTR HWY_INLINE Codes Spread(std::int32_t word) {
   return _mm512_set1_epi32(word);
 }
-// (codes >> count) & mask, the count in every lane
-KVANT_DOT_ATTR HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
-  return _mm512_and_si512(_mm512_srlv_epi32(codes, count), mask);
+KVANT_DOT_ATTR HWY_INLINE Codes Mask(Codes codes, Codes mask) {
+  return _mm512_and_si512(codes, mask);
 }
-KVANT_DOT_ATTR HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
-  return reinterpret_cast<Sum>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
+template <class V>
+KVANT_DOT_ATTR HWY_INLINE Codes ToCodes(V bytes) {
+  return bytes.raw;
+}
+KVANT_DOT_ATTR HWY_INLINE void AddDot(Sum& sum, Codes codes, Codes x) {
+  sum = reinterpret_cast<Sum>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, x));
 }
 KVANT_DOT_ATTR HWY_INLINE Total ZeroTotal() {
   return Total{};
 }
+// Adds sums that are worth 2^shift.
 template <bool kWide>
 KVANT_DOT_ATTR HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
-  return total + ((kWide ? high * 256 + low : high) << shift);
+  const auto sum = reinterpret_cast<__m512i>(kWide ? high * 256 + low : high);
+  return total + reinterpret_cast<Sum>(shift < 0 ? _mm512_srav_epi32(sum, Spread(-shift))
+                                                 : _mm512_sllv_epi32(sum, Spread(shift)));
+}
+KVANT_DOT_ATTR HWY_INLINE auto ToInts(Total total) {
+  return hwy::HWY_NAMESPACE::Vec512<std::int32_t>{reinterpret_cast<__m512i>(total)};
 }
 #else
-#define KVANT_DOT_ATTR
+#define KVANT_DOT_ATTR HWY_ATTR
 using D32 = hwy::HWY_NAMESPACE::CappedTag<std::int32_t, 16>;
 using Total = hwy::HWY_NAMESPACE::Vec<D32>;
 using Codes = Total;
@@ -57,15 +69,15 @@ HWY_INLINE Codes LoadCodes(const std::uint8_t* codes) {
 HWY_INLINE Codes Spread(std::int32_t word) {
   return hwy::HWY_NAMESPACE::Set(D32(), word);
 }
-HWY_INLINE Codes Field(Codes codes, Codes count, Codes mask) {
-  namespace hn = hwy::HWY_NAMESPACE;
-  const hn::RebindToUnsigned<D32> du;
-#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2
-  const auto field = hn::ShiftRightSame(hn::BitCast(du, codes), hn::GetLane(count));  // no shift per lane there
-#else
-  const auto field = hn::Shr(hn::BitCast(du, codes), hn::BitCast(du, count));
-#endif
-  return hn::And(hn::BitCast(D32(), field), mask);
+HWY_INLINE Codes Mask(Codes codes, Codes mask) {
+  return hwy::HWY_NAMESPACE::And(codes, mask);
+}
+template <class V>
+HWY_INLINE Codes ToCodes(V bytes) {
+  return hwy::HWY_NAMESPACE::BitCast(D32(), bytes);
+}
+HWY_INLINE Total ToInts(Total total) {
+  return total;
 }
 HWY_INLINE Total ZeroTotal() {
   return hwy::HWY_NAMESPACE::Zero(D32());
@@ -94,32 +106,50 @@ HWY_INLINE Codes Odds(Codes codes) {
   const hn::Repartition<std::uint16_t, D32> d16;
   return hn::BitCast(D32(), hn::ShiftRight<8>(hn::BitCast(d16, codes)));
 }
-HWY_INLINE Sum AddDot(Sum sum, Codes codes, Codes x) {
+HWY_INLINE void AddDot(Sum& sum, Codes codes, Codes x) {
   sum += reinterpret_cast<Sum>(MulPairs(codes.raw, x.raw));
   asm("" : "+x"(sum));  // GCC 12 would compute all products first and then run out of registers
-  return sum;
 }
+#if HWY_TARGET == HWY_AVX2
+// Two registers of codes times one word of x. By name: GCC 12 spends one instruction in six on moves between registers.
+HWY_INLINE void AddTwoDots(Sum& sum, Sum& other_sum, Codes codes, Codes other_codes, const std::int32_t* x) {
+  asm("vpbroadcastd %4, %%ymm15\n\t"
+      "vpmaddwd %%ymm15, %2, %%ymm14\n\t"
+      "vpmaddwd %%ymm15, %3, %%ymm15\n\t"
+      "vpaddd %%ymm14, %0, %0\n\t"
+      "vpaddd %%ymm15, %1, %1"
+      : "+x"(sum), "+x"(other_sum)
+      : "x"(codes.raw), "x"(other_codes.raw), "m"(*x)
+      : "xmm14", "xmm15");
+}
+#endif
+// Adds sums that are worth 2^shift.
 HWY_INLINE Total Join(Total total, Sum sum, int shift) {
   namespace hn = hwy::HWY_NAMESPACE;
-  return hn::Add(total, hn::ShiftLeftSame(Total{reinterpret_cast<decltype(Total::raw)>(sum)}, shift));
+  const Total ints{reinterpret_cast<decltype(Total::raw)>(sum)};
+#if HWY_TARGET > HWY_AVX2  // no shift per lane there, which is one instruction elsewhere and the other one two
+  return hn::Add(total, shift < 0 ? hn::ShiftRightSame(ints, -shift) : hn::ShiftLeftSame(ints, shift));
+#else
+  return hn::Add(total, shift < 0 ? hn::Shr(ints, Spread(-shift)) : hn::Shl(ints, Spread(shift)));
+#endif
 }
 #else
-using Sum = int __attribute__((vector_size(HWY_MAX_BYTES)));
+using Sum = Total;
 // Byte by byte: no special instruction, no overflow.
-HWY_INLINE Sum AddDot(Sum before, Codes codes, Codes x) {
+HWY_INLINE void AddDot(Sum& sum, Codes codes, Codes x) {
   namespace hn = hwy::HWY_NAMESPACE;
-  Total sum{before};
   const auto byte = hn::Set(D32(), 0xFF);
   sum = hn::Add(sum, hn::Mul(hn::And(codes, byte), hn::ShiftRight<24>(hn::ShiftLeft<24>(x))));
   sum = hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<8>(codes), byte), hn::ShiftRight<24>(hn::ShiftLeft<16>(x))));
   sum = hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<16>(codes), byte), hn::ShiftRight<24>(hn::ShiftLeft<8>(x))));
-  return hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<24>(codes), byte), hn::ShiftRight<24>(x)));
+  sum = hn::Add(sum, hn::Mul(hn::And(hn::ShiftRight<24>(codes), byte), hn::ShiftRight<24>(x)));
 }
+// Adds sums that are worth 2^shift.
 template <bool kWide>
-HWY_INLINE Sum Join(Sum total, Sum high, Sum low, int shift) {
+HWY_INLINE Total Join(Total total, Sum high, Sum low, int shift) {
   namespace hn = hwy::HWY_NAMESPACE;
   const Sum sum = kWide ? hn::Add(hn::ShiftLeft<8>(high), low) : high;
-  return hn::Add(total, hn::ShiftLeftSame(sum, shift));
+  return hn::Add(total, shift < 0 ? hn::ShiftRightSame(sum, -shift) : hn::ShiftLeftSame(sum, shift));
 }
 #endif
 #endif

@@ -28,16 +28,16 @@ constexpr int kSumDepth = 256;
 struct PackArgs {
   const float* v = nullptr;  // [vectors][v_stride]
   std::int64_t v_stride = 0;
-  const float* step = nullptr;  // [depth]
-  const float* min = nullptr;   // [depth]
+  const float* step = nullptr;    // [depth]
+  const float* middle = nullptr;  // [depth] min + mid * step
   int depth = 0;
   int vectors = 0;
   bool wide = true;            // 16-bit x, else 8-bit
   const float* mid = nullptr;  // [round_up(depth, 64)] the mean code that x[n][i] meets
   std::int32_t* x = nullptr;   // out: packed_words(depth, vectors) words, layout private to the kernel set
   float* scale = nullptr;      // out [vectors]: x = scale * integer
-  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer): the grid's minimum and the rounding error at
-  // the mean code. NaN where v * step is not finite.
+  // out [vectors]: sum v * min + sum mid * (v * step - scale * integer), the grid's minimum and the rounding error at
+  // the mean code, as sum v * middle - scale * sum mid * integer. NaN where v * step is not finite.
   float* bias = nullptr;
 };
 
@@ -215,8 +215,8 @@ struct Kernels {
   // sum a[i] * b[i]
   float (*dot)(const float* a, const float* b, int n) = nullptr;
 
-  // min[i] = from_min[i] and step[i] = grid_step(from_min[i], from_max[i], levels[i]), ends in `type`
-  void (*load_grid)(const void* from_min, const void* from_max, DType type, const float* levels, int n, float* min,
+  // middle[i] = (min[i] + max[i]) / 2 and step[i] = (max[i] - min[i]) * inverse[i], ends in `type`; inverse: 1 / levels
+  void (*load_grid)(const void* min, const void* max, DType type, const float* inverse, int n, float* middle,
                     float* step) = nullptr;
   // to[v][i] = lanes[order[i]][v], up to four vectors, lanes [...][4]
   void (*gather_lanes)(const float* lanes, const std::uint16_t* order, int n, int vectors, float* to,

@@ -32,14 +32,16 @@ inline void StoreRows(const std::int32_t* sums, bool wide, int vectors, const Ou
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::CappedTag<std::int32_t, 16> d;
   const int step = static_cast<int>(hn::Lanes(d));
-  for (int n = 0; n < vectors; ++n) {
-    const std::int32_t* row = sums + n * (wide ? 2 : 1) * kLanes;
-    for (int lane = 0; lane < kLanes; lane += step) {
-      auto sum = hn::Load(d, row + lane);
-      if (wide) sum = hn::Add(hn::ShiftLeft<8>(sum), hn::Load(d, row + kLanes + lane));
-      StoreSum(to, sum, n, to.out + n * to.stride + lane);
+  WithStart(to.start, [&](auto start) HWY_ATTR {
+    for (int n = 0; n < vectors; ++n) {
+      const std::int32_t* row = sums + n * (wide ? 2 : 1) * kLanes;
+      for (int lane = 0; lane < kLanes; lane += step) {
+        auto sum = hn::Load(d, row + lane);
+        if (wide) sum = hn::Add(hn::ShiftLeft<8>(sum), hn::Load(d, row + kLanes + lane));
+        StoreSum<decltype(start)::value>(to, sum, n, to.out + n * to.stride + lane);
+      }
     }
-  }
+  });
 }
 
 // One row block times all vectors.
@@ -76,7 +78,7 @@ void MultiplyBlock(const CodeProduct& a, const std::uint8_t* codes, int tile) {
 struct JoinedBlocks {
   const CodeProduct& a;
   Cover cover{a};
-  Segments segments{cover, 0};
+  Segments segments{cover};
   int quads_padded = base::round_up(quads(a.x_depth), kMatrixDepth / kQuad);
 
   Asker ahead;
@@ -87,7 +89,7 @@ struct JoinedBlocks {
                                             static_cast<std::size_t>(all))};
   }
   void join(int tile, int tiles, std::uint8_t* codes) {
-    UnpackTiles(cover, segments, 0, tile, tiles, codes, ahead);
+    UnpackTiles(cover, segments, tile, tiles, codes, ahead);
     const int used = quads(a.x_depth) * tiles * kGroupBytes;
     if (a.table != nullptr) LookUp(a.table, codes, used);
     std::memset(codes + used, 0, static_cast<std::size_t>(quads_padded * tiles * kGroupBytes - used));

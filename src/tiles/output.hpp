@@ -6,6 +6,8 @@
 #define KVANT_TILES_OUTPUT_HPP
 #endif
 
+#include <type_traits>
+
 #include "hwy/highway.h"
 #include "tiles/kernels.hpp"
 #include "tiles/plane.hpp"
@@ -38,19 +40,27 @@ struct Output {
   }
 };
 
-template <class V>
+template <Start kStart, class V>
 HWY_INLINE void StoreSum(const Output& to, V sum, int n, float* out) {
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::CappedTag<float, 16> d;
   const auto product = hn::Mul(hn::ConvertTo(d, sum), hn::Set(d, to.factor[n]));
-  if (to.start == Start::add) {
+  if constexpr (kStart == Start::add) {
     hn::StoreU(hn::Add(hn::LoadU(d, out), product), d, out);
-  } else if (to.start == Start::replace) {
+  } else if constexpr (kStart == Start::replace) {
     hn::StoreU(hn::Add(hn::Set(d, to.bias[n]), product), d, out);
   } else {
     const auto before = hn::MulAdd(hn::LoadU(d, out), hn::Set(d, to.alpha[n]), hn::Set(d, to.bias[n]));
     hn::StoreU(hn::Add(before, product), d, out);
   }
+}
+
+// Calls body with the start as a type.
+template <class Body>
+HWY_INLINE void WithStart(Start start, const Body& body) {
+  if (start == Start::add) body(std::integral_constant<Start, Start::add>());
+  if (start == Start::replace) body(std::integral_constant<Start, Start::replace>());
+  if (start == Start::rescale) body(std::integral_constant<Start, Start::rescale>());
 }
 
 }  // namespace kvant::tiles::HWY_NAMESPACE

@@ -132,50 +132,51 @@ inline std::int32_t Peak(const float* v, const float* step, int depth) {
   return peak;
 }
 
-// Rounds v * step / scale and returns the sum of min * v + mid * rounding error. Integers past `depth` are 0.
+// Rounds v * step / scale and returns sum v * middle - scale * sum mid * integer. Integers past `depth` are 0.
 template <class Words>
 float RoundVector(const PackArgs& a, const float* v, int padded, float scale, Words words) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
+  using V = hn::VFromD<decltype(d)>;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  const auto unit = hn::Set(d, scale);
   const auto factor = hn::Set(d, 1.0F / scale);
   const auto rounder = hn::Set(d, kRounder);
   const float* step = a.step;
-  const float* min = a.min;
+  const float* middle = a.middle;
   const float* mid = a.mid;
-  auto bias = hn::Zero(d);
-  const auto round = [&](const float* vs, const float* steps, const float* mins, int i) HWY_ATTR {
+  // Two sums of each kind: one would wait for itself.
+  V exact[2] = {hn::Zero(d), hn::Zero(d)};
+  V integers[2] = {hn::Zero(d), hn::Zero(d)};
+  const auto round = [&](const float* vs, const float* steps, const float* middles, int i, int sum) HWY_ATTR {
     const auto x = hn::LoadU(d, vs);
-    const auto value = hn::Mul(x, hn::LoadU(d, steps));
-    const auto rounded = hn::Add(hn::Mul(value, factor), rounder);
-    bias = hn::MulAdd(x, hn::LoadU(d, mins), bias);
-    bias = hn::MulAdd(hn::LoadU(d, mid + i), hn::NegMulAdd(hn::Sub(rounded, rounder), unit, value), bias);
+    const auto rounded = hn::MulAdd(hn::Mul(x, hn::LoadU(d, steps)), factor, rounder);
+    exact[sum] = hn::MulAdd(x, hn::LoadU(d, middles), exact[sum]);
+    integers[sum] = hn::MulAdd(hn::LoadU(d, mid + i), hn::Sub(rounded, rounder), integers[sum]);
     return hn::BitCast(di, rounded);
   };
+  const auto at = [&](int i, int sum) HWY_ATTR { return round(v + i, step + i, middle + i, i, sum); };
   int i = 0;
   for (; i + 4 * lanes <= a.depth; i += 4 * lanes) {
-    const auto at = [&](int j) HWY_ATTR { return round(v + j, step + j, min + j, j); };
-    const hn::VFromD<decltype(di)> x[4] = {at(i), at(i + lanes), at(i + 2 * lanes), at(i + 3 * lanes)};
+    const hn::VFromD<decltype(di)> x[4] = {at(i, 0), at(i + lanes, 1), at(i + 2 * lanes, 0), at(i + 3 * lanes, 1)};
     words.store(di, x, i);
   }
   for (; i + 2 * lanes <= a.depth; i += 2 * lanes) {
-    const auto first = round(v + i, step + i, min + i, i);
-    const auto second = round(v + i + lanes, step + i + lanes, min + i + lanes, i + lanes);
-    words.store(di, first, second, i);
+    const auto first = at(i, 0);
+    words.store(di, first, at(i + lanes, 1), i);
   }
   for (; i < padded; i += 2 * lanes) {
     alignas(64) float rest[3][32] = {};
     for (int j = i; j < std::min(i + 2 * lanes, a.depth); ++j) {
       rest[0][j - i] = v[j];
       rest[1][j - i] = step[j];
-      rest[2][j - i] = min[j];
+      rest[2][j - i] = middle[j];
     }
-    const auto first = round(rest[0], rest[1], rest[2], i);
-    const auto second = round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes);
-    words.store(di, first, second, i);
+    const auto first = round(rest[0], rest[1], rest[2], i, 0);
+    words.store(di, first, round(rest[0] + lanes, rest[1] + lanes, rest[2] + lanes, i + lanes, 1), i);
   }
-  return hn::GetLane(hn::SumOfLanes(d, bias));
+  const auto unit = hn::Set(d, scale);
+  return hn::GetLane(
+      hn::SumOfLanes(d, hn::NegMulAdd(hn::Add(integers[0], integers[1]), unit, hn::Add(exact[0], exact[1]))));
 }
 
 template <class Words>

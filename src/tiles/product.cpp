@@ -1,15 +1,17 @@
 // Products with codes, once per instruction set through Highway (HWY_TARGET_INCLUDE compiles this file again per
 // target).
 //
-// A row block (up to 4 row tiles = 64 rows) is multiplied in chunks of depth. A chunk reads its codes either straight
-// from a plane (1 shift and 1 AND per register) or, where several planes make up a code, from bytes that unpack.hpp
-// joined in a buffer in L1, [quad][row tile][16 lanes][4]; codes that index a table are always joined and then replaced
-// by its bytes (1 load, 1 byte shuffle, 1 store per register). Each register of codes then meets all vectors:
+// A row block (up to 4 row tiles = 64 rows) is multiplied in chunks of depth. A chunk's codes are
+//   a field  of one plane, left where it is: 1 AND per register; what that scales the sums by is shifted out of them
+//   once a pair   of planes, joined in registers: 5 instructions per register, for up to 4 vectors and whole row blocks
+//   bytes    that unpack.hpp joined in a buffer in L1, [quad][row tile][16 lanes][4]: other planes, more vectors (then
+//            one load pays for all), and codes that index a table, which are replaced by its bytes there
+// Each register of codes then meets all vectors:
 //   VNNI     1 vpdpbusd per vector, 2 for a 16-bit x (its high and its low bytes)
-//   pmaddwd  2 of them and 2 additions per vector, for 8- and 16-bit x alike, and an AND and a shift per register that
-//            part codes of even and odd depth indices into 16-bit lanes
-// Per 64 bytes of a 2-bit plane (4 row tiles x 4 depth indices), 4 vectors and a 16-bit x that is: 4 x (2 + 8) vector
-// instructions with VNNI, 8 x (4 + 16) with AVX2, and 8 broadcasts per row tile that need no vector unit. The number of
+//   pmaddwd  2 of them and 2 additions per vector, for 8- and 16-bit x alike; codes are parted into even and odd depth
+//            indices, 16 bits each: one shift per register of a plane, or an AND and a shift per register of codes
+// Per 64 bytes of a 2-bit plane (4 row tiles x 4 depth indices), 4 vectors and a 16-bit x that is: 4 x (1 + 8) vector
+// instructions with VNNI, 4 x (5 + 32) with AVX2, and 8 broadcasts per row tile that need no vector unit. The number of
 // multiplications does not depend on the width of the codes; they are the bound: 4 AVX2 pipes give 32 multiply-adds of
 // a 16-bit x per cycle.
 #include <algorithm>
@@ -38,8 +40,8 @@ namespace kvant::tiles::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 // One piece of depth whose codes lie in one place. 2^tile_shift row tiles share a byte: row tile t of the block starts
-// at base + (t >> tile_shift) * block_bytes, and its codes are (byte >> count + (t mod 2^tile_shift) * bits) & mask, or
-// the whole byte if mask is 0.
+// at base + (t >> tile_shift) * block_bytes, and its codes are the bits `mask` << (t mod 2^tile_shift) * bits of every
+// byte, or whole bytes if mask is 0. Pairs of 2-bit planes and others: the groups at base and those at `other`.
 struct Chunk {
   const std::uint8_t* base;
   int quad_bytes;   // from one quad of this chunk to the next
@@ -47,12 +49,15 @@ struct Chunk {
   int block_bytes;  // from one group of row tiles to the next
   int tile_shift;   // log2 of the row tiles that share a byte
   int bits;
-  int count;
-  std::int32_t mask;
+  std::uint32_t mask;
   int quad;                   // the first one in x
   int quads;                  // length
-  int shift;                  // sums are worth 2^shift
+  int scale;                  // what lies at tile 0's bits is worth 2^scale
   std::ptrdiff_t next_block;  // from a row block of 4 row tiles to the next
+  int pair;                   // its number, or 0
+  int odd;                    // the other plane's first quad is the second one of a group
+  const std::uint8_t* other;  // null unless a pair
+  std::ptrdiff_t next_other;
 };
 
 struct DotArgs {
@@ -67,97 +72,168 @@ struct DotArgs {
   std::size_t ahead_bytes;  // per call
 };
 
-// One vector at a time: x is spread, used on all row tiles and gone, which keeps it out of the sums' registers.
-template <bool kWide, int kVectors, int... T>
-KVANT_DOT_ATTR HWY_INLINE void AddVector(const Codes* HWY_RESTRICT codes, const std::int32_t* x, Sum* HWY_RESTRICT high,
-                                         Sum* HWY_RESTRICT low, Indices<T...>) {
+// Codes of all row tiles times one word of x of one vector: x is spread, used and gone, which keeps it out of the sums'
+// registers.
+template <int kVectors, int... T>
+KVANT_DOT_ATTR HWY_INLINE void AddWord(const Codes* HWY_RESTRICT codes, const std::int32_t* x, Sum* HWY_RESTRICT sum,
+                                       Indices<T...>) {
+#if HWY_TARGET == HWY_AVX2
+  if constexpr (sizeof...(T) == 2) return AddTwoDots(sum[0], sum[kVectors], codes[0], codes[1], x);
+#endif
+  const Codes spread = Spread(*x);
+  (AddDot(sum[T * kVectors], codes[T], spread), ...);
+}
+
+// Bytes of all row tiles times a quad of all vectors.
+template <bool kWide, int kVectors, int... T, int... N>
+KVANT_DOT_ATTR HWY_INLINE void AddQuad(const Codes* HWY_RESTRICT bytes, const std::int32_t* x,
+                                       std::int64_t vector_words, Sum* HWY_RESTRICT high,
+                                       [[maybe_unused]] Sum* HWY_RESTRICT low, Indices<T...> tiles, Indices<N...>) {
 #if KVANT_MADD
-  static_cast<void>(low);
-  const Codes x_even = Spread(x[0]);
-  ((high[T * kVectors] = AddDot(high[T * kVectors], codes[2 * T], x_even)), ...);
-  const Codes x_odd = Spread(x[1]);
-  ((high[T * kVectors] = AddDot(high[T * kVectors], codes[2 * T + 1], x_odd)), ...);
+  const Codes even[] = {Evens(bytes[T])...};
+  (AddWord<kVectors>(even, x + N * vector_words, high + N, tiles), ...);
+  const Codes odd[] = {Odds(bytes[T])...};
+  (AddWord<kVectors>(odd, x + N * vector_words + 1, high + N, tiles), ...);
 #else
-  const Codes x_high = Spread(x[0]);
-  ((high[T * kVectors] = AddDot(high[T * kVectors], codes[T], x_high)), ...);
-  if constexpr (kWide) {
-    const Codes x_low = Spread(x[1]);
-    ((low[T * kVectors] = AddDot(low[T * kVectors], codes[T], x_low)), ...);
-  }
+  (AddWord<kVectors>(bytes, x + N * vector_words, high + N, tiles), ...);
+  if constexpr (kWide) (AddWord<kVectors>(bytes, x + N * vector_words + 1, low + N, tiles), ...);
 #endif
 }
 
-HWY_INLINE void StoreTotal(const DotArgs& a, Total total, int n, float* out) {
-#if KVANT_VNNI
-  const hn::CappedTag<std::int32_t, 16> di;
-  StoreSum(a.to, hn::Vec<decltype(di)>{reinterpret_cast<__m512i>(total)}, n, out);
+template <bool kWide>
+KVANT_DOT_ATTR HWY_INLINE void AddTotal(Total& total, Sum high, [[maybe_unused]] Sum low, int shift) {
+#if KVANT_MADD
+  total = Join(total, high, shift);
 #else
-  StoreSum(a.to, total, n, out);
+  total = Join<kWide>(total, high, low, shift);
 #endif
 }
 
 // One chunk: T row tiles against N vectors; accumulator A is tile A / vectors and vector A % vectors. A function of its
-// own, so that registers hold its sums and nothing else.
-template <int kVectors, bool kWide, bool kField, int... T, int... N, int... A, int... I>
+// own, so that registers hold its sums and nothing else. pmaddwd: codes of even depth indices first, then the odd ones,
+// so that few registers hold codes.
+template <int kVectors, bool kWide, bool kField, int... T, int... N, int... A>
 KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Total* HWY_RESTRICT total,
-                                          Indices<T...> tiles, Indices<N...>, Indices<A...>, Indices<I...>) {
+                                          Indices<T...> tiles, Indices<N...> vectors, Indices<A...>) {
   Sum high[] = {(static_cast<void>(A), Sum{})...};
   Sum low[] = {(static_cast<void>(A), Sum{})...};
   const std::uint8_t* quad = c.base + 4 * a.lane;
   const int shared = (1 << c.tile_shift) - 1;
+  const int places[] = {((a.tile + T) & shared) * c.bits...};
   const std::int64_t offsets[] = {std::int64_t{(a.tile + T) >> c.tile_shift} * c.block_bytes...};
   const std::int64_t quad_bytes = c.quad_bytes;
   const std::int64_t vector_words = a.vector_words;
-  const Codes counts[] = {Spread(c.count + ((a.tile + T) & shared) * c.bits)...};
-  const Codes mask = Spread(c.mask);
+  const Codes masks[] = {Spread(static_cast<std::int32_t>((c.mask & kCodeBytes) << places[T]))...};
   const std::int32_t* x = a.x + 2 * c.quad;
   const std::int64_t x_words = c.x_words;
   const std::int32_t* const end = x + x_words * c.quads;
   do {
-    const Codes bytes[] = {kField ? Field(LoadCodes(quad + offsets[T]), counts[T], mask)
-                                  : LoadCodes(quad + offsets[T])...};
 #if KVANT_MADD
-    const Codes codes[] = {(I % 2 == 0 ? Evens(bytes[I / 2]) : Odds(bytes[I / 2]))...};
-#else
-    const Codes* codes = bytes;
+    if constexpr (kField) {  // both row tiles share a register
+      const Codes bytes = LoadCodes(quad + offsets[0]);
+      const Codes even[] = {Mask(bytes, masks[T])...};
+      (AddWord<kVectors>(even, x + N * vector_words, high + N, tiles), ...);
+      const Codes next = Odds(bytes);
+      const Codes odd[] = {Mask(next, masks[T])...};
+      (AddWord<kVectors>(odd, x + N * vector_words + 1, high + N, tiles), ...);
+    } else
 #endif
-    (AddVector<kWide, kVectors>(codes, x + N * vector_words, high + N, low + N, tiles), ...);
+    {
+      const Codes bytes[] = {kField ? Mask(LoadCodes(quad + offsets[T]), masks[T]) : LoadCodes(quad + offsets[T])...};
+      AddQuad<kWide, kVectors>(bytes, x, vector_words, high, low, tiles, vectors);
+    }
     x += x_words;
     quad += quad_bytes;
   } while (x != end);
+  (AddTotal<kWide>(total[A], high[A], low[A], c.scale - places[A / kVectors]), ...);
+}
+
+// The same for a pair of planes over whole row blocks, from row tile kFirst on. Two byte shuffles put the codes of a
+// pair of row tiles into the halves of a byte, and those are fields.
+template <int kVectors, bool kWide, int kFirst, int kOtherBits, int... T, int... N, int... A>
+KVANT_DOT_ATTR HWY_NOINLINE void AddPair(const DotArgs& a, const Chunk& c, Total* HWY_RESTRICT total,
+                                         Indices<T...> tiles, [[maybe_unused]] Indices<N...> vectors, Indices<A...>) {
+  constexpr hn::CappedTag<std::uint32_t, 16> d;
+  Sum high[] = {(static_cast<void>(A), Sum{})...};
+  Sum low[] = {(static_cast<void>(A), Sum{})...};
+  const NibbleTables& tables = kNibbles[c.pair - 1];
+  const Codes masks[] = {Spread(static_cast<std::int32_t>((0x0F0F0F0FU & kCodeBytes) << 4 * (T % 2)))...};
+  const std::uint8_t* quad = c.base + 4 * a.lane;
+  const std::uint8_t* other = c.other + 4 * a.lane;
+  const std::int64_t vector_words = a.vector_words;
+  const std::int32_t* x = a.x + 2 * c.quad;
+  const std::int32_t* const end = x + 2 * c.quads;
+  bool odd = c.odd != 0;
+  do {
+    const auto wide = hn::LoadU(d, reinterpret_cast<const std::uint32_t*>(quad));
+    auto narrow = hn::LoadU(d, reinterpret_cast<const std::uint32_t*>(other));
+    if constexpr (kOtherBits == 1) {
+      if (odd) narrow = hn::ShiftRight<4>(narrow);
+      other += odd ? kGroupBytes : 0;
+      odd = !odd;
+    } else {
+      other += kGroupBytes;
+    }
+    const auto halves = [&](int tile) KVANT_DOT_ATTR {
+      return ToCodes(JoinNibbles(d, wide, narrow, tables, tile / 2, kOtherBits));
+    };
 #if KVANT_MADD
-  ((total[A] = Join(total[A], high[A], c.shift)), ...);
+    const Codes bytes = halves(kFirst);
+    const Codes even[] = {Mask(bytes, masks[T])...};
+    (AddWord<kVectors>(even, x + N * vector_words, high + N, tiles), ...);
+    const Codes next = Odds(bytes);
+    const Codes odds[] = {Mask(next, masks[T])...};
+    (AddWord<kVectors>(odds, x + N * vector_words + 1, high + N, tiles), ...);
 #else
-  ((total[A] = Join<kWide>(total[A], high[A], low[A], c.shift)), ...);
+    const Codes bytes[] = {Mask(halves(kFirst + T), masks[T])...};
+    AddQuad<kWide, kVectors>(bytes, x, vector_words, high, low, tiles, vectors);
 #endif
+    x += 2;
+    quad += kGroupBytes;
+  } while (x != end);
+  (AddTotal<kWide>(total[A], high[A], low[A], -4 * (A / kVectors % 2)), ...);
 }
 
 template <int kVectors, bool kWide, int... A, class Tiles, class Vectors>
 KVANT_DOT_ATTR HWY_NOINLINE void DotBlock(const DotArgs& a, Tiles tiles, Vectors vectors, Indices<A...> all) {
   for (std::size_t i = 0; i < a.ahead_bytes; i += kGroupBytes) __builtin_prefetch(a.ahead + i, 0, 2);
-  using Halves = Range<2 * static_cast<int>(sizeof...(A)) / kVectors>;  // even and odd codes of each tile
+  constexpr int kTiles = static_cast<int>(sizeof...(A)) / kVectors;
   Total total[] = {(static_cast<void>(A), ZeroTotal())...};
   for (const Chunk* c = a.chunks; c != a.end; ++c) {
-    if (c->mask == 0) {
-      AddChunk<kVectors, kWide, false>(a, *c, total, tiles, vectors, all, Halves());
+    if (c->pair != 0) {
+      if constexpr (kTiles > 1) {
+        const auto add = [&](auto first) KVANT_DOT_ATTR {
+          constexpr int kFirst = decltype(first)::value;
+          if (kPairs[c->pair - 1][2] == 1) AddPair<kVectors, kWide, kFirst, 1>(a, *c, total, tiles, vectors, all);
+          if (kPairs[c->pair - 1][2] == 2) AddPair<kVectors, kWide, kFirst, 2>(a, *c, total, tiles, vectors, all);
+        };
+        if (a.tile == 0) add(std::integral_constant<int, 0>());
+        if (a.tile != 0) add(std::integral_constant<int, 4 - kTiles>());
+      }
+    } else if (c->mask == 0) {
+      AddChunk<kVectors, kWide, false>(a, *c, total, tiles, vectors, all);
     } else {
-      AddChunk<kVectors, kWide, true>(a, *c, total, tiles, vectors, all, Halves());
+      AddChunk<kVectors, kWide, true>(a, *c, total, tiles, vectors, all);
     }
   }
-  (StoreTotal(a, total[A], A % kVectors, a.to.out + (A % kVectors) * a.to.stride + (A / kVectors) * kLanes), ...);
+  const Output to = a.to;  // stores of vectors may change what pointers lead to
+  WithStart(to.start, [&](auto start) KVANT_DOT_ATTR {
+    (StoreSum<decltype(start)::value>(to, ToInts(total[A]), A % kVectors,
+                                      to.out + (A % kVectors) * to.stride + (A / kVectors) * kLanes),
+     ...);
+  });
 }
 
-// Vectors up to which two row tiles share the spread x where there are 16 registers.
-constexpr int kTwoTilesUpTo = 4;
+constexpr int kGroupVectors = 4;  // that meet a register of codes at once
 // Row tiles of a call: sums, codes and x fit the registers, 32 with AVX-512, else 16.
 constexpr int tiles_at_once(int vectors) {
-  return KVANT_VNNI ? (vectors == 1 ? 4 : 2) : (vectors <= kTwoTilesUpTo ? 2 : 1);
+  return KVANT_VNNI && vectors == 1 ? 4 : 2;
 }
 
 template <int kVectors, bool kWide>
-void DotTiles(DotArgs a, int tiles) {
+void DotTiles(DotArgs& a, int tiles) {
   constexpr int kTiles = tiles_at_once(kVectors);
-  float* out = a.to.out;
+  float* const out = a.to.out;
   for (a.tile = 0; a.tile < tiles;) {
     const bool full = tiles - a.tile >= kTiles;
     for (a.lane = 0; a.lane < kLanes; a.lane += kSumRows) {
@@ -171,12 +247,13 @@ void DotTiles(DotArgs a, int tiles) {
     }
     a.tile += full ? kTiles : 1;
   }
+  a.to.out = out;
 }
 
 template <bool kWide>
-void DotVectors(DotArgs a, int tiles, int vectors) {
+void DotVectors(DotArgs& a, int tiles, int vectors) {
   for (int n = 0; n < vectors;) {
-    const int count = std::min(4, vectors - n);
+    const int count = std::min(kGroupVectors, vectors - n);
     if (count == 4) DotTiles<4, kWide>(a, tiles);
     if (count == 3) DotTiles<3, kWide>(a, tiles);
     if (count == 2) DotTiles<2, kWide>(a, tiles);
@@ -189,85 +266,133 @@ void DotVectors(DotArgs a, int tiles, int vectors) {
 }
 
 constexpr int kSumQuads = kSumDepth / kQuad;
-// Vectors up to which every plane is read in place: multiplying each plane costs less than joining them (measured at 1
-// and 2 vectors with AVX2: joining loses 10 % at one, wins 10 % at two).
+// Segments up to which each is a chunk of its own for several vectors: short ones cost more than joining all. For few
+// vectors joining costs more.
+constexpr int kFewSegments = 2;
 constexpr int kFewVectors = KVANT_MADD ? 1 : 2;
 
-// The chunks of a product. Planes in `direct` are chunks of their own; the others are joined, and the depth they cover
-// is cut where the set of planes changes.
+// The chunks of a product.
 struct Program {
   const CodeProduct& a;
   Cover cover;
-  std::uint64_t direct;
   Segments segments;
   int count = 0;
-  Chunk chunks[(kMaxPlanes + 2) * 16];
+  Chunk chunks[2 * kSumQuads];  // each has a quad of its own, or several
 
-  explicit Program(const CodeProduct& product)
-      : a(product), cover{product}, direct(read_in_place(cover)), segments(cover, direct) {}
-  static std::uint64_t read_in_place(const Cover& cover) {
-    std::uint64_t planes = 0;
-    if (cover.a.table != nullptr) return planes;  // codes that index a table have to be whole
-    for (int i = 0; i < cover.a.count; ++i) {
-      if (cover.a.vectors <= kFewVectors || cover.is_alone(i)) planes |= std::uint64_t{1} << i;
+  explicit Program(const CodeProduct& product) : a(product), cover{product}, segments(cover) {
+    if (a.table != nullptr) return;  // codes that index a table have to be whole
+    const bool any = a.vectors <= kFewVectors || (a.vectors <= kGroupVectors && segments.count <= kFewSegments);
+    for (int i = 0; i < segments.count; ++i) {
+      Segment& segment = segments.list[i];
+      const bool field = segment.count == 1 && (any || cover.is_alone(segment.planes[0]));
+      segment.in_registers = segment.count == 0 || field || (is_nibble(segment.pair) && any);
     }
-    return planes;
   }
-  bool joins() const { return direct != (std::uint64_t{1} << a.count) - 1; }
+  // Pairs are whole row blocks.
+  static bool joins(const Segment& segment, int tiles) {
+    return !segment.in_registers || (segment.count > 1 && tiles < 4);
+  }
 
   // A group of a plane holds Q quads of x side by side: one chunk for each of them.
-  void add_plane(const CodePlane& plane, int begin, int end, int tile, int tiles) {
+  void add_field(const CodePlane& plane, int begin, int end, int tile, int tiles) {
     const int first = plane.first / kQuad;
     const int block = block_tiles(plane.bits, tiles);
     const int shift = group_shift(plane.bits, block);
     const int per_group = 1 << shift;
     const auto* base =
         reinterpret_cast<const std::uint8_t*>(plane.plane) + block_offset(plane.bits, a.rows, plane.depth, tile);
-    begin = std::max(begin, first);
-    end = std::min(end, first + quads(plane.depth));
+    const int block_bytes = groups(plane.bits, block, plane.depth) * kGroupBytes;
     for (int quad = begin; quad < std::min(end, begin + per_group); ++quad) {
-      const int group = (quad - first) >> shift;
-      const int position = ((quad - first) & (per_group - 1)) * block;
-      chunks[count++] = {base + std::ptrdiff_t{group} * kGroupBytes,
+      const int place = ((quad - first) & (per_group - 1)) * block * plane.bits;
+      chunks[count++] = {base + std::ptrdiff_t{(quad - first) >> shift} * kGroupBytes,
                          kGroupBytes,
                          2 * per_group,
-                         groups(plane.bits, block, plane.depth) * kGroupBytes,
+                         block_bytes,
                          block >> 1,
                          plane.bits,
-                         position * plane.bits,
-                         ((1 << plane.bits) - 1) * 0x01010101,
+                         ((1U << plane.bits) - 1) * 0x01010101U << place,
                          quad,
                          (end - quad + per_group - 1) >> shift,
-                         plane.shift,
-                         std::ptrdiff_t{groups(plane.bits, block, plane.depth)} * kGroupBytes * (4 / block)};
+                         plane.shift - place,
+                         std::ptrdiff_t{block_bytes} * (4 / block),
+                         0,
+                         0,
+                         nullptr,
+                         0};
     }
+  }
+
+  void add_pair(const Segment& segment, int begin, int end, int tile) {
+    const CodePlane& wide = a.planes[segment.planes[0]];
+    const CodePlane& narrow = a.planes[segment.planes[1]];
+    const PlaneBlock first(a, wide, tile);
+    const PlaneBlock second(a, narrow, tile);
+    const int at = begin - second.first;
+    const auto base = [](const PlaneBlock& block, int group) {
+      return reinterpret_cast<const std::uint8_t*>(block.groups) + std::ptrdiff_t{group} * kGroupBytes;
+    };
+    chunks[count++] = {base(first, begin - first.first),
+                       kGroupBytes,
+                       2,
+                       0,
+                       0,
+                       0,
+                       0,
+                       begin,
+                       end - begin,
+                       0,
+                       first.next,
+                       segment.pair,
+                       narrow.bits == 1 ? at & 1 : 0,
+                       base(second, narrow.bits == 1 ? at >> 1 : at),
+                       second.next};
   }
 
   // Joined bytes of quads [begin, end).
   void add_bytes(const std::uint8_t* codes, int begin, int end, int tiles) {
     const int quad_bytes = tiles * kGroupBytes;
-    chunks[count++] = {
-        codes + std::ptrdiff_t{begin} * quad_bytes, quad_bytes, 2, kGroupBytes, 0, 0, 0, 0, begin, end - begin, 0, 0};
+    chunks[count++] = {codes + std::ptrdiff_t{begin} * quad_bytes,
+                       quad_bytes,
+                       2,
+                       kGroupBytes,
+                       0,
+                       0,
+                       0,
+                       begin,
+                       end - begin,
+                       0,
+                       0,
+                       0,
+                       0,
+                       nullptr,
+                       0};
   }
 
   // From a row block of 4 row tiles to the next one.
   void advance() {
-    for (int i = 0; i < count; ++i) chunks[i].base += chunks[i].next_block;
+    for (int i = 0; i < count; ++i) {
+      chunks[i].base += chunks[i].next_block;
+      chunks[i].other += chunks[i].next_other;
+    }
   }
 
   // All chunks of quads [begin, end) for the row block at tile `tile`.
   void cut(int begin, int end, int tile, int tiles, const std::uint8_t* codes) {
     count = 0;
-    for (int i = 0; i < a.count; ++i) {
-      if ((direct >> i & 1) != 0) add_plane(a.planes[i], begin, end, tile, tiles);
-    }
-    // Joined codes that lie together are one chunk, whatever their widths.
-    for (int i = 0; i < segments.count;) {
-      const int first = std::max(segments.list[i].begin, begin);
-      int last = begin;
-      for (; i < segments.count && segments.list[i].count > 0; ++i) last = std::min(segments.list[i].end, end);
-      if (first < last) add_bytes(codes, first, last, tiles);
-      while (i < segments.count && segments.list[i].count == 0) ++i;
+    for (int i = 0; i < segments.count; ++i) {
+      const Segment& segment = segments.list[i];
+      const int first = std::max(segment.begin, begin);
+      int last = std::min(segment.end, end);
+      if (joins(segment, tiles)) {  // joined codes that lie together are one chunk, whatever their widths
+        for (; i + 1 < segments.count && joins(segments.list[i + 1], tiles); ++i) {
+          last = std::min(segments.list[i + 1].end, end);
+        }
+        if (first < last) add_bytes(codes, first, last, tiles);
+      } else if (first < last && segment.count == 1) {
+        add_field(a.planes[segment.planes[0]], first, last, tile, tiles);
+      } else if (first < last && segment.count == 2) {
+        add_pair(segment, first, last, tile);
+      }
     }
   }
 };
@@ -277,15 +402,16 @@ void MultiplyCodes(const CodeProduct& a) {
   Program program(a);
   // Each call for the first vectors asks for an equal share of whole lines; the last one may reach past the end.
   const int per_tile = kLanes / kSumRows;
-  const int at_once = tiles_at_once(std::min(4, a.vectors));
-  const auto calls = static_cast<std::size_t>(std::max(1, row_tiles(a.rows) * per_tile / at_once));
-  const std::size_t share = base::round_up((a.ahead.bytes + calls - 1) / calls, std::size_t{kGroupBytes});
+  const int at_once = tiles_at_once(std::min(kGroupVectors, a.vectors));
+  const auto calls = static_cast<std::uint32_t>(std::max(1, row_tiles(a.rows) * per_tile / at_once));
+  const auto lines = static_cast<std::uint32_t>((a.ahead.bytes + kGroupBytes - 1) / kGroupBytes);
+  const std::size_t share = std::size_t{(lines + calls - 1) / calls} * kGroupBytes;
   const std::byte* ahead = a.ahead.data;
   for (int tile = 0, tiles = 0; tile < row_tiles(a.rows); tile += tiles) {
     const int previous = tiles;
     tiles = block_tiles(1, row_tiles(a.rows) - tile);
     Asker nothing;
-    if (program.joins()) UnpackTiles(program.cover, program.segments, program.direct, tile, tiles, codes, nothing);
+    UnpackTiles(program.cover, program.segments, tile, tiles, codes, nothing);
     if (a.table != nullptr) LookUp(a.table, codes, quads(a.x_depth) * tiles * kGroupBytes);
     for (int quad = 0; quad < quads(a.x_depth); quad += kSumQuads) {
       if (previous == 4 && tiles == 4 && quads(a.x_depth) <= kSumQuads) {
@@ -293,16 +419,16 @@ void MultiplyCodes(const CodeProduct& a) {
       } else {
         program.cut(quad, std::min(quad + kSumQuads, quads(a.x_depth)), tile, tiles, codes);
       }
-      const DotArgs dot{program.chunks,
-                        program.chunks + program.count,
-                        0,
-                        0,
-                        a.x,
-                        vector_words(a.x_depth),
-                        Output(a, quad == 0, tile),
-                        ahead,
-                        quad == 0 ? share : 0};
-      if (a.wide) {
+      DotArgs dot{program.chunks,
+                  program.chunks + program.count,
+                  0,
+                  0,
+                  a.x,
+                  vector_words(a.x_depth),
+                  Output(a, quad == 0, tile),
+                  ahead,
+                  quad == 0 ? share : 0};
+      if (a.wide || KVANT_MADD) {
         DotVectors<true>(dot, tiles, a.vectors);
       } else {
         DotVectors<false>(dot, tiles, a.vectors);

@@ -31,14 +31,15 @@ void pack_x(const PackArgs& a) {
     if (!finite) continue;
     a.scale[n] = peak / limit;
     const float inverse = 1.0F / a.scale[n];
-    float bias = 0;
+    float exact = 0;
+    float integers = 0;
     for (int d = 0; d < a.depth; ++d) {
-      const float value = v[d] * a.step[d];
-      const float rounded = std::nearbyint(value * inverse);
+      const float rounded = std::nearbyint(v[d] * a.step[d] * inverse);
       out[static_cast<std::int64_t>(n) * padded + d] = static_cast<std::int16_t>(rounded);
-      bias += v[d] * a.min[d] + a.mid[d] * (value - rounded * a.scale[n]);
+      exact += v[d] * a.middle[d];
+      integers += a.mid[d] * rounded;
     }
-    a.bias[n] = bias;
+    a.bias[n] = exact - a.scale[n] * integers;
   }
 }
 
@@ -172,11 +173,12 @@ float dot(const float* a, const float* b, int n) {
   return sum;
 }
 
-void load_grid(const void* from_min, const void* from_max, DType type, const float* levels, int n, float* min,
-               float* step) {
+void load_grid(const void* min, const void* max, DType type, const float* inverse, int n, float* middle, float* step) {
   for (int i = 0; i < n; ++i) {
-    min[i] = base::load_float(from_min, type, i);
-    step[i] = (base::load_float(from_max, type, i) - min[i]) / levels[i];
+    const float low = base::load_float(min, type, i);
+    const float high = base::load_float(max, type, i);
+    middle[i] = 0.5F * low + 0.5F * high;
+    step[i] = (high - low) * inverse[i];
   }
 }
 

@@ -162,27 +162,30 @@ float Dot(const float* a, const float* b, int n) {
   return result;
 }
 
-// Two registers of scale endpoints are one of steps.
 template <typename T>
-void LoadGridOf(const T* min, const T* max, DType type, const float* levels, int n, float* to_min, float* to_step) {
+void LoadGridOf(const T* min, const T* max, DType type, const float* inverse, int n, float* middle, float* step) {
   const hn::CappedTag<float, 16> d;
   const int lanes = static_cast<int>(hn::Lanes(d));
+  const auto half = hn::Set(d, 0.5F);  // of each end: their sum may not be a float
   int i = 0;
   for (; i + lanes <= n; i += lanes) {
     const auto low = LoadWide(d, min + i);
-    hn::StoreU(low, d, to_min + i);
-    hn::StoreU(hn::Div(hn::Sub(LoadWide(d, max + i), low), hn::LoadU(d, levels + i)), d, to_step + i);
+    const auto high = LoadWide(d, max + i);
+    hn::StoreU(hn::MulAdd(high, half, hn::Mul(low, half)), d, middle + i);
+    hn::StoreU(hn::Mul(hn::Sub(high, low), hn::LoadU(d, inverse + i)), d, step + i);
   }
   for (; i < n; ++i) {
-    to_min[i] = base::load_float(min, type, i);
-    to_step[i] = (base::load_float(max, type, i) - to_min[i]) / levels[i];
+    const float low = base::load_float(min, type, i);
+    const float high = base::load_float(max, type, i);
+    middle[i] = 0.5F * low + 0.5F * high;
+    step[i] = (high - low) * inverse[i];
   }
 }
 
-void LoadGrid(const void* min, const void* max, DType type, const float* levels, int n, float* to_min, float* to_step) {
+void LoadGrid(const void* min, const void* max, DType type, const float* inverse, int n, float* middle, float* step) {
   const auto load = [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    LoadGridOf(static_cast<const T*>(min), static_cast<const T*>(max), type, levels, n, to_min, to_step);
+    LoadGridOf(static_cast<const T*>(min), static_cast<const T*>(max), type, inverse, n, middle, step);
   };
   if (type == DType::f32) load(static_cast<float*>(nullptr));
   if (type == DType::f16) load(static_cast<hwy::float16_t*>(nullptr));

@@ -104,44 +104,87 @@ struct Asker {
   }
 };
 
+// Pairs of planes that recipes have and that are joined in one pass: bits and shift of the wider plane, then of the
+// other one. First those whose codes have at most 4 bits.
+constexpr int kPairs[][4] = {{2, 1, 1, 0}, {2, 0, 1, 2}, {2, 0, 2, 2}, {4, 1, 1, 0}, {4, 1, 2, 5}};
+constexpr int kPairCount = sizeof kPairs / sizeof *kPairs;
+
+// A pair as a type; no other plane if its bits are 0.
+template <int kWideBits, int kWideLeft, int kNarrowBits, int kNarrowLeft>
+struct Pair {
+  static constexpr int kBits = kWideBits;
+  static constexpr int kLeft = kWideLeft;
+  static constexpr int kOtherBits = kNarrowBits;
+  static constexpr int kOtherLeft = kNarrowLeft;
+};
+
+template <class Body, int... I>
+void WithPair(int number, const Body& body, Indices<I...>) {
+  ((number == I + 1 ? body(Pair<kPairs[I][0], kPairs[I][1], kPairs[I][2], kPairs[I][3]>()) : void()), ...);
+}
+// Calls body with a pair as a type; numbers count from 1.
+template <class Body>
+void WithPair(int number, const Body& body) {
+  WithPair(number, body, Range<kPairCount>());
+}
+
 // A run of quads over which the same planes make up the codes.
 struct Segment {
   int begin;
   int end;
   int count;               // planes; 0: all codes are 0
-  std::int8_t planes[32];  // their numbers, in the order of the product
-  int max_code;
+  std::int8_t planes[32];  // their numbers, in the order of the product or of the pair
+  int pair;                // the number of the pair that they are, or 0
+  bool in_registers;       // its codes are not wanted as bytes
 };
 
-// The depth of a product cut into segments, planes of `direct` left out.
+// The depth of a product cut into segments.
 struct Segments {
   int count = 0;
   Segment list[2 * kMaxPlanes + 1];
 
-  Segments(const Cover& cover, std::uint64_t direct) {
+  explicit Segments(const Cover& cover) {
     const CodeProduct& a = cover.a;
-    int cuts[2 * kMaxPlanes + 2];
+    int cuts[2 * kMaxPlanes + 2];  // ascending, each once
     cuts[0] = 0;
     cuts[1] = quads(a.x_depth);
     int cut_count = 2;
     for (int i = 0; i < a.count; ++i) {
-      if ((direct >> i & 1) != 0) continue;
-      cuts[cut_count++] = cover.first(i);
-      cuts[cut_count++] = cover.end(i);
+      for (const int cut : {cover.first(i), cover.end(i)}) {
+        int at = cut_count;
+        while (cuts[at - 1] > cut) --at;
+        if (cuts[at - 1] == cut) continue;
+        for (int j = cut_count++; j > at; --j) cuts[j] = cuts[j - 1];
+        cuts[at] = cut;
+      }
     }
-    std::sort(cuts, cuts + cut_count);
     for (int c = 0; c + 1 < cut_count; ++c) {
-      if (cuts[c] == cuts[c + 1]) continue;
       Segment& segment = list[count++];
       segment.begin = cuts[c];
       segment.end = cuts[c + 1];
-      segment.count = segment.max_code = 0;
+      segment.count = 0;
       for (int i = 0; i < a.count; ++i) {
-        if ((direct >> i & 1) != 0 || !cover.touches(i, segment.begin, segment.end)) continue;
-        segment.planes[segment.count++] = static_cast<std::int8_t>(i);
-        segment.max_code += ((1 << a.planes[i].bits) - 1) << a.planes[i].shift;
+        if (cover.touches(i, segment.begin, segment.end)) segment.planes[segment.count++] = static_cast<std::int8_t>(i);
       }
+      segment.pair = segment.count == 2 ? find_pair(a, segment) : 0;
+      segment.in_registers = false;
     }
+  }
+
+  // Puts the planes of a pair in its order.
+  static int find_pair(const CodeProduct& a, Segment& segment) {
+    const CodePlane& p = a.planes[segment.planes[0]];
+    const CodePlane& q = a.planes[segment.planes[1]];
+    const auto is = [](const int(&pair)[4], const CodePlane& wide, const CodePlane& narrow) {
+      return pair[0] == wide.bits && pair[1] == wide.shift && pair[2] == narrow.bits && pair[3] == narrow.shift;
+    };
+    for (int i = 0; i < kPairCount; ++i) {
+      if (is(kPairs[i], p, q)) return i + 1;
+      if (!is(kPairs[i], q, p)) continue;
+      std::swap(segment.planes[0], segment.planes[1]);
+      return i + 1;
+    }
+    return 0;
   }
 };
 
@@ -149,15 +192,18 @@ struct Segments {
 struct PlaneBlock {
   const std::byte* groups = nullptr;
   std::ptrdiff_t half = 0;  // to the groups of the last two row tiles (4-bit planes)
+  std::ptrdiff_t next = 0;  // to the next row block
   int first = 0;
   int shift = 0;
 
   PlaneBlock(const CodeProduct& a, const CodePlane& plane, int tile)
       : groups(plane.plane + block_offset(plane.bits, a.rows, plane.depth, tile)),
-        half(std::ptrdiff_t{groups_of(plane)} * kGroupBytes),
+        half(std::ptrdiff_t{quads(plane.depth)} * kGroupBytes),
+        next(plane.bits == 4   ? 2 * half
+             : plane.bits == 2 ? half
+                               : std::ptrdiff_t{tiles::groups(1, 4, plane.depth)} * kGroupBytes),
         first(plane.first / kQuad),
         shift(plane.shift) {}
-  static int groups_of(const CodePlane& plane) { return quads(plane.depth); }
 };
 
 // The codes of row tile kTile in a register of a group; kLeft: times 2^kLeft.
@@ -169,6 +215,50 @@ HWY_INLINE V TileField(D d, V group) {
   if constexpr (kRight > 0) group = hn::ShiftRight<kRight>(group);
   if constexpr (kRight < 0) group = hn::ShiftLeft<-kRight>(group);
   return hn::And(group, hn::Set(d, kMask));
+}
+
+// The codes of row tile kTile in the group registers of a pair.
+template <int kTile, class D, class V, int... P>
+HWY_INLINE V JoinFields(D d, V wide, V narrow, Pair<P...> pair) {
+  return hwy::HWY_NAMESPACE::Or(TileField<pair.kBits, pair.kLeft, kTile>(d, wide),
+                                TileField<pair.kOtherBits, pair.kOtherLeft, kTile>(d, narrow));
+}
+
+// Tables for pairs whose codes fit half a byte: from a half of a group's bytes (two row tiles of a 2-bit plane, four of
+// a 1-bit plane) to the codes of two row tiles in the halves of a byte.
+struct NibbleTables {
+  alignas(16) std::uint8_t wide[16] = {};
+  alignas(16) std::uint8_t narrow[2][16] = {};  // for row tiles 0 and 1, 2 and 3; equal for 2-bit planes
+};
+constexpr NibbleTables make_nibbles(const int (&pair)[4]) {
+  NibbleTables tables;
+  const auto place = [](int codes, int bits, int left) {
+    const int mask = (1 << bits) - 1;
+    return static_cast<std::uint8_t>((codes & mask) << left | (codes >> bits & mask) << (4 + left));
+  };
+  for (int i = 0; i < 16; ++i) {
+    tables.wide[i] = place(i, 2, pair[1]);
+    for (int half = 0; half < 2; ++half) {
+      tables.narrow[half][i] = place(pair[2] == 1 ? i >> 2 * half : i, pair[2], pair[3]);
+    }
+  }
+  return tables;
+}
+constexpr NibbleTables kNibbles[] = {make_nibbles(kPairs[0]), make_nibbles(kPairs[1]), make_nibbles(kPairs[2])};
+constexpr bool is_nibble(int pair) {
+  return pair > 0 && pair <= static_cast<int>(sizeof kNibbles / sizeof *kNibbles);
+}
+
+// Row tiles 2 * half and 2 * half + 1 of a group of each plane; a 1-bit plane's quad in the low halves of its bytes.
+template <class D, class V>
+HWY_INLINE V JoinNibbles(D d, V wide, V narrow, const NibbleTables& tables, int half, int narrow_bits) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::Repartition<std::uint8_t, D> d8;
+  const auto look = [&](const std::uint8_t* table, V group, bool upper) HWY_ATTR {
+    const V nibbles = hn::And(upper ? hn::ShiftRight<4>(group) : group, hn::Set(d, 0x0F0F0F0FU));
+    return hn::BitCast(d, hn::TableLookupBytes(hn::LoadDup128(d8, table), hn::BitCast(d8, nibbles)));
+  };
+  return hn::Or(look(tables.wide, wide, half == 1), look(tables.narrow[half], narrow, narrow_bits == 2 && half == 1));
 }
 
 // The group registers of a quad: of one group, or of two for 4-bit planes.
@@ -183,9 +273,9 @@ HWY_INLINE void LoadQuad(D d, const PlaneBlock& plane, int quad, int lane, hwy::
 }
 
 // Quads [begin, end) of one plane or of two at once, 4 row tiles: one store per register of codes.
-template <int kBits, int kLeft, int kOtherBits, int kOtherLeft, int... T>
-HWY_NOINLINE void JoinQuads(const PlaneBlock& plane, const PlaneBlock& other, int begin, int end, std::uint8_t* codes,
-                            Asker& ahead, Indices<T...>) {
+template <int... P, int... T>
+HWY_NOINLINE void JoinQuads([[maybe_unused]] Pair<P...> pair, const PlaneBlock& plane, const PlaneBlock& other,
+                            int begin, int end, std::uint8_t* codes, Asker& ahead, Indices<T...>) {
   namespace hn = hwy::HWY_NAMESPACE;
   const hn::CappedTag<std::uint32_t, 16> d;
   using V = hn::VFromD<decltype(d)>;
@@ -195,16 +285,13 @@ HWY_NOINLINE void JoinQuads(const PlaneBlock& plane, const PlaneBlock& other, in
     auto* words = reinterpret_cast<std::uint32_t*>(codes + std::ptrdiff_t{quad} * 4 * kGroupBytes);
     for (int lane = 0; lane < kLanes; lane += step) {
       V group[2];
-      LoadQuad<kBits>(d, plane, quad, lane, group);
-      if constexpr (kOtherBits == 0) {
-        (hn::StoreU(TileField<kBits, kLeft, T>(d, group[T / 2]), d, words + T * kLanes + lane), ...);
+      LoadQuad<pair.kBits>(d, plane, quad, lane, group);
+      if constexpr (pair.kOtherBits == 0) {
+        (hn::StoreU(TileField<pair.kBits, pair.kLeft, T>(d, group[T / 2]), d, words + T * kLanes + lane), ...);
       } else {
         V low[2];
-        LoadQuad<kOtherBits>(d, other, quad, lane, low);
-        (hn::StoreU(
-             hn::Or(TileField<kBits, kLeft, T>(d, group[T / 2]), TileField<kOtherBits, kOtherLeft, T>(d, low[T / 2])),
-             d, words + T * kLanes + lane),
-         ...);
+        LoadQuad<pair.kOtherBits>(d, other, quad, lane, low);
+        (hn::StoreU(JoinFields<T>(d, group[T / 2], low[T / 2], pair), d, words + T * kLanes + lane), ...);
       }
     }
   }
@@ -243,21 +330,19 @@ inline void JoinSegment(const CodeProduct& a, const Segment& segment, int tile, 
   const auto plane = [&](int i) -> const CodePlane& { return a.planes[segment.planes[i]]; };
   const auto is = [&](int i, int bits, int shift) { return plane(i).bits == bits && plane(i).shift == shift; };
   const PlaneBlock first(a, plane(0), tile);
+  const auto join = [&](auto pair, const PlaneBlock& other) {
+    JoinQuads(pair, first, other, begin, end, codes, ahead, kTiles);
+  };
   if (segment.count == 1) {
-    if (is(0, 4, 0)) return JoinQuads<4, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
-    if (is(0, 4, 1)) return JoinQuads<4, 1, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
-    if (is(0, 2, 0)) return JoinQuads<2, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
-    if (is(0, 2, 1)) return JoinQuads<2, 1, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
-    if (is(0, 1, 0)) return JoinQuads<1, 0, 0, 0>(first, first, begin, end, codes, ahead, kTiles);
+    if (is(0, 4, 0)) return join(Pair<4, 0, 0, 0>(), first);
+    if (is(0, 4, 1)) return join(Pair<4, 1, 0, 0>(), first);
+    if (is(0, 2, 0)) return join(Pair<2, 0, 0, 0>(), first);
+    if (is(0, 2, 1)) return join(Pair<2, 1, 0, 0>(), first);
+    if (is(0, 1, 0)) return join(Pair<1, 0, 0, 0>(), first);
   }
-  if (segment.count == 2) {
+  if (segment.pair != 0) {
     const PlaneBlock second(a, plane(1), tile);
-    if (is(0, 2, 1) && is(1, 1, 0)) return JoinQuads<2, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
-    if (is(0, 1, 0) && is(1, 2, 1)) return JoinQuads<2, 1, 1, 0>(second, first, begin, end, codes, ahead, kTiles);
-    if (is(0, 2, 0) && is(1, 1, 2)) return JoinQuads<2, 0, 1, 2>(first, second, begin, end, codes, ahead, kTiles);
-    if (is(0, 2, 0) && is(1, 2, 2)) return JoinQuads<2, 0, 2, 2>(first, second, begin, end, codes, ahead, kTiles);
-    if (is(0, 4, 1) && is(1, 1, 0)) return JoinQuads<4, 1, 1, 0>(first, second, begin, end, codes, ahead, kTiles);
-    if (is(0, 4, 1) && is(1, 2, 5)) return JoinQuads<4, 1, 2, 5>(first, second, begin, end, codes, ahead, kTiles);
+    return WithPair(segment.pair, [&](auto pair) { join(pair, second); });
   }
   ahead.ask(end - begin);
   for (int i = 0; i < segment.count; ++i) {
@@ -269,12 +354,21 @@ inline void JoinSegment(const CodeProduct& a, const Segment& segment, int tile, 
 }
 
 // Codes of fewer than 4 row tiles, plane by plane.
-inline void UnpackPlanes(const Cover& cover, std::uint64_t direct, int tile, int tiles, std::uint8_t* codes) {
+inline void UnpackPlanes(const Cover& cover, const Segments& segments, int tile, int tiles, std::uint8_t* codes) {
   const CodeProduct& a = cover.a;
   const int quad_bytes = tiles * kGroupBytes;
+  std::uint32_t wanted = 0;
+  bool any = false;
+  for (int i = 0; i < segments.count; ++i) {
+    const Segment& segment = segments.list[i];
+    if (segment.in_registers && segment.count < 2) continue;
+    any = true;
+    for (int j = 0; j < segment.count; ++j) wanted |= 1U << segment.planes[j];
+  }
+  if (!any) return;
   std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
   for (int i = 0; i < a.count; ++i) {
-    if ((direct >> i & 1) != 0) continue;
+    if ((wanted >> i & 1) == 0) continue;
     const CodePlane& plane = a.planes[i];
     for (int t = tile; t < tile + tiles;) {
       const int block = block_tiles(plane.bits, row_tiles(a.rows) - t);
@@ -286,16 +380,16 @@ inline void UnpackPlanes(const Cover& cover, std::uint64_t direct, int tile, int
   }
 }
 
-// Codes of `tiles` row tiles from tile `tile` on, [quad][tile][16 lanes][4], all planes joined but those in `direct`,
-// which are alone. Quads without a plane are 0, or left as they are when `direct` has planes.
-inline void UnpackTiles(const Cover& cover, const Segments& segments, std::uint64_t direct, int tile, int tiles,
-                        std::uint8_t* codes, Asker& ahead) {
+// Codes of `tiles` row tiles from tile `tile` on, [quad][tile][16 lanes][4], all planes joined. Segments in registers
+// are left as they are; of fewer than 4 row tiles only those of one plane can be.
+inline void UnpackTiles(const Cover& cover, const Segments& segments, int tile, int tiles, std::uint8_t* codes,
+                        Asker& ahead) {
   if (tiles < 4) {
     ahead.ask(quads(cover.a.x_depth));
-    return UnpackPlanes(cover, direct, tile, tiles, codes);
+    return UnpackPlanes(cover, segments, tile, tiles, codes);
   }
   for (int i = 0; i < segments.count; ++i) {
-    if (direct == 0 || segments.list[i].count > 0) JoinSegment(cover.a, segments.list[i], tile, codes, ahead);
+    if (!segments.list[i].in_registers) JoinSegment(cover.a, segments.list[i], tile, codes, ahead);
   }
 }
 

@@ -75,12 +75,13 @@ inline PackedX pack_x(const tiles::Kernels& set, const std::vector<float>& v, in
   PackedX x{std::vector<std::int32_t>(tiles::packed_words(depth, vectors), 0x7E7E7E7E), std::vector<float>(n),
             std::vector<float>(n, 10.0F)};
   const std::vector<float> mids(static_cast<std::size_t>(base::round_up(depth, tiles::kDepthPad)), mid);
-  const std::vector<float> mins(static_cast<std::size_t>(depth), 1.0F);
+  std::vector<float> middles;
+  for (int i = 0; i < depth; ++i) middles.push_back(1.0F + mid * step[static_cast<std::size_t>(i)]);
   tiles::PackArgs args;
   args.v = v.data();
   args.v_stride = depth;
   args.step = step.data();
-  args.min = mins.data();
+  args.middle = middles.data();
   args.depth = depth;
   args.vectors = vectors;
   args.wide = wide;

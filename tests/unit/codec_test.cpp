@@ -153,24 +153,24 @@ TEST_P(Codec, DotEqualsFp64) {
   }
 }
 
-// min and step of a page's grid, ends in every type, with a last part shorter than a register.
+// Middle and step of a page's grid, ends in every type, with a last part shorter than a register.
 TEST_P(Codec, GridsEqualTheFormula) {
   for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
     for (const int n : {1, 7, 16, 37, 128}) {
       const auto count = static_cast<std::size_t>(n);
       const std::vector<std::byte> low = testing::as_type(testing::random_floats(count, 1), type);
       const std::vector<std::byte> high = testing::as_type(testing::random_floats(count, 2), type);
-      std::vector<float> levels(count), min(count + 1, 9.0F), step(count + 1, 9.0F);
-      for (int i = 0; i < n; ++i) levels[static_cast<std::size_t>(i)] = static_cast<float>(1 + i % 126);
-      set.load_grid(low.data(), high.data(), type, levels.data(), n, min.data(), step.data());
+      std::vector<float> inverse(count), middle(count + 1, 9.0F), step(count + 1, 9.0F);
+      for (int i = 0; i < n; ++i) inverse[static_cast<std::size_t>(i)] = 1.0F / static_cast<float>(1 + i % 126);
+      set.load_grid(low.data(), high.data(), type, inverse.data(), n, middle.data(), step.data());
       for (int i = 0; i < n; ++i) {
         const auto at = static_cast<std::size_t>(i);
-        const float from = base::load_float(low.data(), type, i);
-        ASSERT_EQ(min[at], from);
-        ASSERT_EQ(step[at], tiles::grid_step(from, base::load_float(high.data(), type, i), 1 + i % 126))
-            << n << " " << i;
+        const double from = base::load_float(low.data(), type, i);
+        const double to = base::load_float(high.data(), type, i);
+        ASSERT_NEAR(middle[at], (from + to) / 2, 1e-7 * (std::fabs(from) + std::fabs(to))) << n << " " << i;
+        ASSERT_NEAR(step[at], (to - from) / (1 + i % 126), 2e-7 * std::fabs(to - from)) << n << " " << i;
       }
-      ASSERT_EQ(min[count], 9.0F);
+      ASSERT_EQ(middle[count], 9.0F);
       ASSERT_EQ(step[count], 9.0F);
     }
   }
