@@ -279,6 +279,10 @@ TEST(BeforeRope, CopiedCellsKeepTheirPositions) {
   copy.copy_cells(store, 64, 84, 12);
   copy.seal_ready();
   ASSERT_TRUE(copy.is_sealed(2));
+  // Turned back by the positions that they came with.
+  const std::vector<float> stored = stored_keys(copy, 2);
+  const std::vector<float> plain(data.plain.keys.begin() + 70 * 48, data.plain.keys.begin() + 90 * 48);
+  EXPECT_LT(distance(stored, plain, 0, plain.size()), 0.25);
   const auto from = testing::read_all(store, Side::key, 96);
   const auto to = testing::read_all(copy, Side::key, 96);
   EXPECT_TRUE(std::equal(from.begin(), from.begin() + 64 * 48, to.begin()));
