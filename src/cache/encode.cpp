@@ -173,7 +173,7 @@ class AnyCoder {
 Endpoints given_range(DType dtype, const TileView& view, int channel) {
   const TileLayout& tile = *view.tile;
   if (tile.range_min.empty()) return {};
-  const auto at = static_cast<std::size_t>(view.head * tile.depth + channel);
+  const auto at = static_cast<std::size_t>(std::ptrdiff_t{view.head} * tile.depth + channel);
   const float limit = base::largest_stored(dtype);
   const auto stored = [&](float x) {
     std::array<std::byte, sizeof(float)> bytes{};
