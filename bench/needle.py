@@ -7,28 +7,22 @@ binding of build/venv (llama-cpp-python); a cache is `stock:TYPE` or a recipe.""
 
 import argparse
 import json
-import os
 import pathlib
 import random
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+import one_cache
+
 CITIES = ["Lisbon", "Oslo", "Cairo", "Kyoto"]
-TYPES = {"f16": 1, "q4_0": 2, "q5_0": 6, "q8_0": 8, "bf16": 30}  # ggml_type
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "build/models/smollm2.gguf")
-    parser.add_argument("--text", type=pathlib.Path, default=ROOT / "build/text/eval.txt")
+    one_cache.add_arguments(parser)
     parser.add_argument("--caches", default="f16; near-lossless; balanced; small; kivi; kitty; stock:q4_0",
                         help="separated by ';'; stock:f16 is always run first")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--trials", type=int, default=4)
-    parser.add_argument("--plugin", type=pathlib.Path, default=ROOT / "build/release/plugin/llama.cpp/libkvant-llama.so")
     parser.add_argument("--json", type=pathlib.Path, help="file for every answer")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # the cache that this process runs
     return parser.parse_args()
 
 
@@ -81,18 +75,11 @@ def answer(model, context, question, position):
 
 def run_cache(options):
     """Prints one line of JSON per question: trial, city, right."""
-    sys.path.insert(0, str(ROOT / "tests/plugin"))
-    import capi
-
-    stock = options.one.startswith("stock:")
-    if not stock and not capi.load_plugin(options.plugin):
-        sys.exit(f"needle.py: the plug-in was not loaded ({options.plugin})")
-    model = capi.Model(options.model, plugin=not stock)
+    capi, model = one_cache.open_model(options)
     text = options.text.read_text(encoding="utf-8")
     for trial in range(options.trials):
         tokens, codes = haystack(model, text, options.tokens, trial)
-        cache_type = TYPES[options.one.removeprefix("stock:")] if stock else TYPES["f16"]
-        context = capi.Context(model, n_ctx=options.tokens, ubatch=128, cache_type=cache_type)
+        context = capi.Context(model, n_ctx=options.tokens, ubatch=128, cache_type=one_cache.cache_type(options))
         for first in range(0, len(tokens), 512):
             context.extend(tokens[first : first + 512], first, only_last=True)
         for city, code in codes.items():
@@ -102,16 +89,6 @@ def run_cache(options):
         context.close()
 
 
-def run_process(options, cache):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVANT_", "GGML_", "LD_LIBRARY_PATH"))}
-    if not cache.startswith("stock:"):
-        environment["KVANT_RECIPE"] = cache
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", cache], env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"needle.py: {cache}: {done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 def main():
     options = parse_arguments()
     if options.one:
@@ -119,7 +96,7 @@ def main():
     caches = ["stock:f16", *(part.strip() for part in options.caches.split(";") if part.strip())]
     results = {}
     for cache in caches:
-        results[cache] = run_process(options, cache)
+        results[cache] = [json.loads(line) for line in one_cache.run_process(cache).splitlines() if line.startswith("{")]
         known = [i for i, row in enumerate(results["stock:f16"]) if row["right"]]
         right = sum(results[cache][i]["right"] for i in known)
         print(f"{cache:<16} {right:3} of {len(known)} codes that stock f16 finds (of {len(results[cache])})", flush=True)

@@ -6,58 +6,37 @@ seal a page are left out of the line that is fitted to the medians of whole page
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+import one_cache
+
 PAGE = 128  # of every recipe's default
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "build/models/smollm2.gguf")
-    parser.add_argument("--text", type=pathlib.Path, default=ROOT / "build/text/eval.txt")
-    parser.add_argument("--caches", default="stock:f16; balanced; small", help="recipes or stock:f16, separated by ';'")
+    one_cache.add_arguments(parser)
+    parser.add_argument("--caches", default="stock:f16; balanced; small", help="separated by ';'")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plugin", type=pathlib.Path, default=ROOT / "build/release/plugin/llama.cpp/libkvant-llama.so")
     parser.add_argument("--json", type=pathlib.Path, help="file for every token's milliseconds")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # the cache that this process runs
     return parser.parse_args()
 
 
 def run_cache(options):
     """Prints the milliseconds of every token as one JSON array."""
-    sys.path.insert(0, str(ROOT / "tests/plugin"))
-    import capi
-
-    stock = options.one.startswith("stock:")
-    if not stock and not capi.load_plugin(options.plugin):
-        sys.exit(f"token_times.py: the plug-in was not loaded ({options.plugin})")
-    model = capi.Model(options.model, plugin=not stock)
+    capi, model = one_cache.open_model(options)
     tokens = model.tokens(options.text.read_text(encoding="utf-8"), options.tokens)
     best = [float("inf")] * len(tokens)
     for _ in range(options.rounds):
-        context = capi.Context(model, n_ctx=options.tokens)
+        context = capi.Context(model, n_ctx=options.tokens, cache_type=one_cache.cache_type(options))
         for i, token in enumerate(tokens):
             start = time.perf_counter()
             context.extend([token], i, only_last=True)
             best[i] = min(best[i], 1000 * (time.perf_counter() - start))
         context.close()
     print(json.dumps(best))
-
-
-def run_process(options, cache):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVANT_", "GGML_", "LD_LIBRARY_PATH"))}
-    if not cache.startswith("stock:"):
-        environment["KVANT_RECIPE"] = cache
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", cache], env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"token_times.py: {cache}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def describe(cache, times):
@@ -82,7 +61,7 @@ def main():
     results = {}
     print(f"{'cache':<16} {'ms at 0':>7} {'ms per 1000':>12} {'page off line':>14} {'sealing token':>14}")
     for cache in (part.strip() for part in options.caches.split(";") if part.strip()):
-        results[cache] = run_process(options, cache)
+        results[cache] = json.loads(one_cache.run_process(cache).splitlines()[-1])
         print(describe(cache, results[cache]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results) + "\n")
