@@ -15,7 +15,7 @@ using catalog::bad_value;
 using Option = std::pair<std::string_view, std::string_view>;
 
 constexpr std::size_t kDigestDigits = 16;
-const std::vector<std::string> kCommon = {"sink", "window", "page", "x"};
+const std::vector<std::string> common_options = {"sink", "window", "page", "x"};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -50,7 +50,7 @@ std::vector<std::string> keys_of(const Recipe& recipe) {
   for (const std::string& name : values) {  // both sides of zipcache have the options of a page's classes
     if (std::find(keys.begin(), keys.end(), name) == keys.end()) keys.push_back(name);
   }
-  if (recipe.quantizes()) keys.insert(keys.end(), kCommon.begin(), kCommon.end());
+  if (recipe.quantizes()) keys.insert(keys.end(), common_options.begin(), common_options.end());
   if (catalog::may_be_calibrated(recipe)) keys.insert(keys.end(), {"file", "digest", "layer"});
   return keys;
 }

@@ -43,7 +43,7 @@ struct EmulatedMatrix {
       const int row = i / kMatrixDepth / a.steps % kMatrixRows;
       const int tile = i / kMatrixDepth / a.steps / kMatrixRows;
       const std::uint8_t* code = a.codes + (step * kMatrixDepth + depth) / 4 * a.quad_bytes + tile * 64 + depth % 4;
-      const int factor = x[(step * a.x_step + row * 16) * 4 + depth];
+      const int factor = static_cast<int>(x[(step * a.x_step + row * 16) * 4 + depth]);
       for (int lane = 0; lane < 16; ++lane) a.sums[(tile * kMatrixRows + row) * 16 + lane] += factor * code[4 * lane];
     }
   }

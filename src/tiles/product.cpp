@@ -153,7 +153,7 @@ KVANT_DOT_ATTR HWY_NOINLINE void AddChunk(const DotArgs& a, const Chunk& c, Tota
 template <int kVectors, bool kWide, int kFirst, int kOtherBits, int... T, int... N, int... A>
 KVANT_DOT_ATTR HWY_NOINLINE void AddPair(const DotArgs& a, const Chunk& c, Total* HWY_RESTRICT total,
                                          Indices<T...> tiles, [[maybe_unused]] Indices<N...> vectors, Indices<A...>) {
-  constexpr hn::CappedTag<std::uint32_t, 16> d;
+  const hn::CappedTag<std::uint32_t, 16> d;
   Sum high[] = {(static_cast<void>(A), Sum{})...};
   Sum low[] = {(static_cast<void>(A), Sum{})...};
   const NibbleTables& tables = kNibbles[c.pair - 1];

@@ -366,7 +366,7 @@ inline void UnpackPlanes(const Cover& cover, const Segments& segments, int tile,
     for (int j = 0; j < segment.count; ++j) wanted |= 1U << segment.planes[j];
   }
   if (!any) return;
-  std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth) * quad_bytes));
+  std::memset(codes, 0, static_cast<std::size_t>(quads(a.x_depth)) * static_cast<std::size_t>(quad_bytes));
   for (int i = 0; i < a.count; ++i) {
     if ((wanted >> i & 1) == 0) continue;
     const CodePlane& plane = a.planes[i];

@@ -179,7 +179,7 @@ std::shared_ptr<const Calibration> load_calibration(const std::string& path, std
     const auto found = registry().known.find(digest);
     if (found != registry().known.end()) return found->second;
   }
-  const auto calibration = load_calibration(path);
+  auto calibration = load_calibration(path);
   const std::uint64_t actual = calibration_digest(*calibration);
   if (actual == digest) return calibration;
   base::fail(ErrorCode::invalid_argument,
