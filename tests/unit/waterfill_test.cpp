@@ -6,6 +6,7 @@
 
 #include "cache/tile.hpp"
 #include "methods/waterfill/allocate.hpp"
+#include "support/continue.hpp"
 #include "support/model.hpp"
 #include "tiles/plane.hpp"
 
@@ -295,16 +296,7 @@ TEST(Waterfill, StatisticsFollowForksCopiesAndImages) {
   const Recipe recipe = parse_recipe("waterfill:page=32,window=8");
   Cache cache(recipe, rows.shape);
   testing::append(cache, rows, 0, 150);
-  Cache fork = cache.fork();
-  Cache loaded = Cache::load(cache.save());
-  testing::append(cache, rows, 150, 250);
-  testing::append(fork, rows, 150, 250);
-  testing::append(loaded, rows, 150, 250);
-  EXPECT_TRUE(fork.save() == cache.save());
-  EXPECT_TRUE(loaded.save() == cache.save());
-  cache.clear();
-  testing::append(cache, rows, 0, 400);  // nothing of the earlier sequence is left
-  EXPECT_TRUE(cache.save() == fork.save());
+  testing::expect_same_continuations(cache, rows, 150);
 
   PageStore copy(recipe, rows.shape, 512);
   copy.copy_cells(cache.store(), 0, 0, 400);
