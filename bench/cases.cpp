@@ -37,6 +37,11 @@ std::int64_t tokens_at(const Options& options, int dim, Place place) {
   return std::max<std::int64_t>((place == Place::cache ? kCachedBytes : kL3Bytes) / token_bytes / 256, 1) * 256;
 }
 
+Case threads_case(Case attend) {
+  attend.what = What::threads;
+  return attend;
+}
+
 void add_attend(const Options& options, const Case& base, std::vector<Case>& cases) {
   Case c = base;
   c.what = What::attend;
@@ -49,7 +54,9 @@ void add_attend(const Options& options, const Case& base, std::vector<Case>& cas
         if (place != Place::cache && rows > 8) continue;
         c.place = place;
         c.tokens = tokens_at(options, c.dim, place);
-        if (c.rows <= c.tokens) cases.push_back(c);
+        if (c.rows > c.tokens) continue;
+        cases.push_back(c);
+        if (options.threads > 0 && place == Place::memory) cases.push_back(threads_case(c));
       }
     }
   }
@@ -88,7 +95,7 @@ void add_kernels(const Options& options, int dim, std::vector<Case>& cases) {
 }  // namespace
 
 const char* name_of(What what) {
-  constexpr const char* kNames[] = {"attend", "seal", "write", "score", "mix", "softmax"};
+  constexpr const char* kNames[] = {"attend", "threads", "seal", "write", "score", "mix", "softmax"};
   return kNames[static_cast<int>(what)];
 }
 
@@ -99,7 +106,7 @@ const char* name_of(Place place) {
 
 std::string Case::name() const {
   std::string text = std::string(name_of(what)) + "/" + label + "/d" + std::to_string(dim);
-  if (what == What::attend || is_kernel()) {
+  if (is_attend() || is_kernel()) {
     text += "/g" + std::to_string(group) + "/r" + std::to_string(rows) + "/" + name_of(place);
   }
   return text;

@@ -18,6 +18,7 @@ struct Options {
   std::vector<int> rows = {1, 8, 128};  // query rows
   bool kernels = false;                 // scores, mixes and softmax alone as well
   int heads = 1;                        // KV heads
+  int threads = 0;                      // attention with as many threads against one; 0: no such cases
   std::int64_t tokens = 0;              // 0: 512 KiB of f16 in cache, 8 MiB in L3, 8192 tokens from memory
   int rounds = 7;                       // samples of each side; medians are reported
   double sample_ms = 1;                 // shortest sample
@@ -25,7 +26,7 @@ struct Options {
   std::string json;                     // file, or "-" for standard output instead of the table
 };
 
-enum class What { attend, seal, write, score, mix, softmax };
+enum class What { attend, threads, seal, write, score, mix, softmax };
 enum class Place { cache, l3, memory };
 
 struct Case {
@@ -40,7 +41,8 @@ struct Case {
   std::int64_t tokens = 0;
 
   bool is_kernel() const { return what == What::score || what == What::mix || what == What::softmax; }
-  // "attend/kivi-2/d64/g3/r1/memory", "seal/kivi-2/d64", "write/kivi-2/d64", "score/2-bit/d64/g3/r1/l3"
+  bool is_attend() const { return what == What::attend || what == What::threads; }
+  // "attend/kivi-2/d64/g3/r1/memory", "threads/...", "seal/kivi-2/d64", "write/kivi-2/d64", "score/2-bit/d64/g3/r1/l3"
   std::string name() const;
 };
 

@@ -43,11 +43,12 @@ const Cache& Ring::next() {
   return caches_[at_];
 }
 
-Attend::Attend(std::shared_ptr<Ring> ring, int group, std::int64_t rows)
+Attend::Attend(std::shared_ptr<Ring> ring, int group, std::int64_t rows, int threads)
     : ring_(std::move(ring)),
       heads_(ring_->front().shape().kv_heads * group),
       group_(group),
       rows_(rows),
+      threads_(threads),
       queries_(
           testing::random_floats(static_cast<std::size_t>(rows * heads_ * ring_->front().shape().key_dim), 10, 0.7F)),
       out_(queries_.size()),
@@ -56,7 +57,7 @@ Attend::Attend(std::shared_ptr<Ring> ring, int group, std::int64_t rows)
 void Attend::call(const Cache& cache) {
   const int dim = cache.shape().key_dim;
   AttentionOptions options;
-  options.threads = 1;
+  options.threads = threads_;
   options.first_position = cache.length() - rows_;
   attend(cache.store(), cache.length(), dense_view(queries_.data(), DType::f32, rows_, heads_, dim),
          dense_view(out_.data(), DType::f32, rows_, heads_, dim), options, *workspace_);
@@ -65,6 +66,14 @@ void Attend::call(const Cache& cache) {
 Work Attend::work() {
   return [this](int units) {
     return seconds_of([&] {
+      for (int i = 0; i < units; ++i) call(ring_->next());
+    });
+  };
+}
+
+Work Attend::wall_work() {
+  return [this](int units) {
+    return wall_seconds_of([&] {
       for (int i = 0; i < units; ++i) call(ring_->next());
     });
   };

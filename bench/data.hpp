@@ -36,11 +36,12 @@ class Ring {
   std::size_t at_ = 0;
 };
 
-// Causal attention of the last `rows` tokens, one thread.
+// Causal attention of the last `rows` tokens.
 class Attend {
  public:
-  Attend(std::shared_ptr<Ring> ring, int group, std::int64_t rows);
-  Work work();  // a unit: one call, on the next cache of the ring
+  Attend(std::shared_ptr<Ring> ring, int group, std::int64_t rows, int threads = 1);
+  Work work();       // a unit: one call, on the next cache of the ring
+  Work wall_work();  // the same by wall time
   // The relative O1 error over all caches of the ring: the first, middle and last row in fp64 over the keys and values
   // as stored, and every other cache must give the same bytes (infinity if not).
   double error();
@@ -52,6 +53,7 @@ class Attend {
   int heads_;  // query heads
   int group_;
   std::int64_t rows_;
+  int threads_;
   std::vector<float> queries_;
   std::vector<float> out_;
   std::shared_ptr<Workspace> workspace_;

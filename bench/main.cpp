@@ -34,6 +34,8 @@ void define(CLI::App& app, Options& options, bool& full) {
   list("--rows", options.rows, "query rows");
   app.add_option("--recipe", options.recipes, "recipe besides f16, instead of the usual five; may be repeated");
   app.add_option("--heads", options.heads, "KV heads")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--threads", options.threads, "attention from memory with this many threads against one as well")
+      ->check(CLI::Range(2, 256));
   app.add_option("--tokens", options.tokens, "context; 0: 512 KiB of f16 in cache, 8192 tokens from memory")
       ->check(CLI::Range(0, 1 << 22));
   app.add_option("--rounds", options.rounds, "samples of each side")->check(CLI::Range(1, 1000))->capture_default_str();

@@ -115,6 +115,24 @@ Result Measurement::attend(const Case& item) {
   return result;
 }
 
+Result Measurement::threads(const Case& item) {
+  Result result;
+  const std::shared_ptr<Ring> own = ring(item.label, item.recipe, item);
+  Attend one(own, item.group, item.rows);
+  Attend all(own, item.group, item.rows, options_.threads);
+  result.error = std::max(one.error(), all.error());
+  if (!result.passed()) return result;
+  const StoreBytes held = own->front().bytes();
+  const std::size_t bytes = held.total() - held.tables;
+  const Samples samples = interleave({one.wall_work(), all.wall_work()}, options_.rounds, options_.sample_ms / 1e3);
+  result.tokens_per_s = query_tokens(item) / samples.median_of(1);
+  result.gmac_per_s = result.tokens_per_s * 2 * item.dim * item.group * options_.heads / 1e9;
+  result.bytes_per_s = static_cast<double>(bytes) / samples.median_of(1);
+  result.ratio = samples.ratio(0, 1);
+  result.ratio_spread = samples.ratio_spread(0, 1);
+  return result;
+}
+
 Result Measurement::write(const Case& item) {
   Result result;
   const Tokens tokens(options_.heads, item.dim, item.tokens);
@@ -190,11 +208,12 @@ Result Measurement::softmax(const Case& item) {
 
 Result Measurement::run(const Case& item, const std::string& kernel) {
   force_kernel(kernel);
-  Result result = item.what == What::softmax  ? softmax(item)
-                  : item.is_kernel()          ? product(item)
-                  : item.what == What::attend ? attend(item)
-                  : item.what == What::write  ? write(item)
-                                              : seal(item);
+  Result result = item.what == What::softmax   ? softmax(item)
+                  : item.is_kernel()           ? product(item)
+                  : item.what == What::attend  ? attend(item)
+                  : item.what == What::threads ? threads(item)
+                  : item.what == What::write   ? write(item)
+                                               : seal(item);
   result.item = item;
   result.kernel = kernel;
   return result;

@@ -20,7 +20,8 @@ struct Result {
   double gmac_per_s = 0;    // multiply-adds of attend, those of masked cells not counted
   double bytes_per_s = 0;   // stored bytes, each counted once a call
   double read_per_s = 0;    // reading as many bytes from the same place
-  double ratio = 0;         // seconds of f16 / seconds of the recipe; 0 where f16 does no such thing
+  double ratio = 0;         // seconds of f16 / seconds of the recipe; 0 where f16 does no such thing. threads: seconds
+                            // of one thread / seconds of all
   double ratio_spread = 0;
 
   bool passed() const;
@@ -36,6 +37,7 @@ class Measurement {
 
   std::shared_ptr<Ring> ring(const std::string& label, const Recipe& recipe, const Case& item);
   Result attend(const Case& item);
+  Result threads(const Case& item);
   Result write(const Case& item);
   Result seal(const Case& item);
   Result product(const Case& item);

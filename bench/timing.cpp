@@ -7,9 +7,9 @@
 namespace kvant::bench {
 namespace {
 
-double thread_seconds() {
+double seconds_by(clockid_t clock) {
   timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  clock_gettime(clock, &time);
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
@@ -31,9 +31,15 @@ int units_for(const Work& work, double sample_seconds) {
 }  // namespace
 
 double seconds_of(const std::function<void()>& body) {
-  const double start = thread_seconds();
+  const double start = seconds_by(CLOCK_THREAD_CPUTIME_ID);
   body();
-  return thread_seconds() - start;
+  return seconds_by(CLOCK_THREAD_CPUTIME_ID) - start;
+}
+
+double wall_seconds_of(const std::function<void()>& body) {
+  const double start = seconds_by(CLOCK_MONOTONIC);
+  body();
+  return seconds_by(CLOCK_MONOTONIC) - start;
 }
 
 double median(std::vector<double> values) {

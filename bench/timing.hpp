@@ -12,6 +12,9 @@ using Work = std::function<double(int units)>;
 // Seconds that this thread computes for while body runs: on a shared machine the time given to others is no part of it.
 double seconds_of(const std::function<void()>& body);
 
+// Wall time, for work of several threads.
+double wall_seconds_of(const std::function<void()>& body);
+
 double median(std::vector<double> values);
 // Half the distance between the quartiles, relative to the median: how much of a difference is noise.
 double spread(const std::vector<double>& values);

@@ -18,8 +18,8 @@ namespace kvant::tiles {
 
 constexpr int kMatrixDepth = 64;  // depth indices of one instruction
 constexpr int kMatrixRows = 16;   // rows of x
-// Vectors from which matrix products are not slower than VNNI: below, most rows of x would be empty.
-constexpr int kMatrixVectors = 4;
+// Vectors from which matrix products are not slower than VNNI: below, half of the rows of x or more would be empty.
+constexpr int kMatrixVectors = 5;
 
 // Rows of x against up to 4 row tiles.
 struct MatrixProduct {
