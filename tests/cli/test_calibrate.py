@@ -125,6 +125,7 @@ def test_compare_says_what_the_levels_are(learned, kvant, model, text):
     assert done.returncode == OK, done.stderr
     assert "remark: kvquant is not calibrated" in done.stdout
     assert "remark: kvquant is calibrated on 95 tokens of 'eval.txt'" in done.stdout
+    assert "fewer than 2048 tokens may make the model worse than none" in done.stdout
 
 
 def test_a_file_of_another_model_is_refused(learned, kvant, text, tmp_path):

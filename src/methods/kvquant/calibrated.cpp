@@ -97,13 +97,19 @@ void calibrate(const Recipe& recipe, const CacheShape& shape, TileSpec& keys, Ti
   }
 }
 
+// Below this the ranges of key channels are those of a few tokens: 95 ruined a model (docs/results.md), 16384 did not.
+constexpr std::int64_t kFewTokens = 2048;
+
 std::string describe_levels(const Recipe& recipe) {
   if (!may_be_calibrated(recipe)) return {};
   if (recipe.file.empty()) return "kvquant is not calibrated: fixed normal-float codebook, ranges of the page";
   const auto calibration = load_calibration(recipe.file, recipe.digest);
   return "kvquant is calibrated on " + std::to_string(calibration->tokens) + " tokens of '" + calibration->text +
          "' with model '" + calibration->model + "', " + (calibration->weighted ? "with" : "without") +
-         " Fisher weights";
+         " Fisher weights" +
+         (calibration->tokens < kFewTokens
+              ? "; fewer than " + std::to_string(kFewTokens) + " tokens may make the model worse than none"
+              : "");
 }
 
 }  // namespace kvant::catalog
