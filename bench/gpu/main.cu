@@ -190,16 +190,13 @@ double time_seal(const char* recipe, int pages) {
   need(cudaMemcpy(p.exact.get(), rows.data(), p.exact.bytes(), cudaMemcpyHostToDevice), "copy");
   std::vector<SealJob> jobs;
   for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
-  DeviceBuffer<SealJob> device(jobs.size());
-  device.copy_from(jobs.data(), jobs.size());
   SealArgs args = make_seal_args(p.format, p.layout, shape.kv_heads);
-  args.jobs = device.get();
   args.exact = p.exact.get();
   args.exact_stride = static_cast<std::int64_t>(p.exact_stride());
   args.pages = p.pages.get();
   args.page_stride = static_cast<std::int64_t>(p.page_stride());
-  launch_seal(p.format, args, pages, nullptr);
-  return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, pages, stream); });
+  launch_seal(p.format, args, jobs, nullptr);
+  return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, jobs, stream); });
 }
 
 std::vector<Case> table_cases() {

@@ -114,7 +114,7 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
                "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
   }
   if (rows == 0 || size() == 0) return;
-  if (!can_seal(impl_->pool->format)) {
+  if (!can_seal(impl_->pool->format, impl_->pool->layout, impl_->pool->shape.kv_heads)) {
     base::fail(ErrorCode::unsupported, "append for recipe '" + to_text(impl_->pool->recipe) +
                                            "': this build seals no such pages on the GPU; append and seal on the "
                                            "CPU and upload");
@@ -156,7 +156,7 @@ int Batch::seal_ready(void* stream) {
   const auto ready = [&](const Sequence::Impl& s, std::size_t i) {
     return s.length - (s.tail_begin() + static_cast<std::int64_t>(i + 1) * kPage) >= window;
   };
-  impl.host_jobs.clear();
+  std::vector<SealJob> jobs;
   std::vector<std::int32_t> done;  // exact pages free once the jobs have run
   int needed = 0;
   bool changes = false;
@@ -185,26 +185,21 @@ int Batch::seal_ready(void* stream) {
         done.push_back(exact);
       }
       s.pages.push_back(first && sink == kPage ? -1 : pool.page_numbers.take());
-      if (s.pages.back() >= 0) impl.host_jobs.push_back({exact, s.pages.back(), first ? sink : 0});
+      if (s.pages.back() >= 0) jobs.push_back({exact, s.pages.back(), first ? sink : 0});
     }
   }
-  if (impl.jobs.count() < impl.host_jobs.size()) impl.jobs = DeviceBuffer<SealJob>(2 * impl.host_jobs.size());
-  if (!impl.host_jobs.empty()) {
-    check(cudaMemcpyAsync(impl.jobs.get(), impl.host_jobs.data(), impl.host_jobs.size() * sizeof(SealJob),
-                          cudaMemcpyHostToDevice, as_stream(stream)),
-          "copy of the seal jobs");
+  if (!jobs.empty()) {
     SealArgs args = make_seal_args(pool.format, pool.layout, pool.shape.kv_heads);
-    args.jobs = impl.jobs.get();
     args.exact = pool.exact.get();
     args.exact_stride = static_cast<std::int64_t>(pool.exact_stride());
     args.pages = pool.pages.get();
     args.page_stride = static_cast<std::int64_t>(pool.page_stride());
-    launch_seal(pool.format, args, static_cast<int>(impl.host_jobs.size()), stream);
+    launch_seal(pool.format, args, jobs, stream);
   }
   for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);
   ++impl.generation;
   impl.upload(false, stream);
-  return static_cast<int>(impl.host_jobs.size());
+  return static_cast<int>(jobs.size());
 }
 
 }  // namespace kvant::cuda

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "cuda/check.hpp"
-#include "cuda/seal.hpp"
 
 namespace kvant::cuda {
 
@@ -105,52 +104,6 @@ DecodeVariant variant_of(const DeviceFormat& format) {
   variant.rotated = format.rotation > 1;
   variant.bfloat = format.bfloat;
   return variant;
-}
-
-namespace {
-
-SealKernel seal_kernel_of(const DeviceFormat& format) {
-  const DecodeKernel* kernel = find_decode_kernel(variant_of(format));
-  return kernel == nullptr ? SealKernel() : kernel->seal;
-}
-
-}  // namespace
-
-SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, int kv_heads) {
-  SealArgs args;
-  args.kv_heads = kv_heads;
-  args.boosted = format.boosted;
-  args.key_bytes = format.key.bytes();
-  args.low = layout.key.low;
-  args.high = layout.key.high;
-  args.budget = layout.key.budget;
-  args.key_least_squares = layout.key.least_squares ? 1 : 0;
-  args.value_least_squares = layout.value.least_squares ? 1 : 0;
-  args.shared_grids = layout.value.shared_grid ? 1 : 0;
-  return args;
-}
-
-bool can_seal(const DeviceFormat& format) {
-  return seal_kernel_of(format).function != nullptr;
-}
-
-void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream) {
-  const SealKernel kernel = seal_kernel_of(format);
-  if (kernel.function == nullptr) {
-    base::fail(ErrorCode::unsupported, "this build has no kernels that write pages of the pool's recipe and shape");
-  }
-  void* parameters[] = {const_cast<SealArgs*>(&args)};
-  const auto launch = [&](const void* function, int shared_bytes, int grids, int parts) {
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-          "shared memory of the seal kernel");
-    check(cudaLaunchKernel(
-              function, dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(grids), static_cast<unsigned>(parts)),
-              dim3(kSealThreads), parameters, static_cast<std::size_t>(shared_bytes), as_stream(stream)),
-          "launch of the seal kernel");
-  };
-  launch(kernel.function, kernel.shared_bytes, args.kv_heads, 1);
-  if (kernel.values == nullptr) return;
-  launch(kernel.values, kernel.value_shared_bytes, args.shared_grids != 0 ? 1 : args.kv_heads, 2);
 }
 
 }  // namespace kvant::cuda

@@ -24,20 +24,11 @@ struct DecodeVariant {
 };
 DecodeVariant variant_of(const DeviceFormat& format);  // for up to four query vectors per KV head
 
-// The kernel that writes pages of a format, or their keys; null where only the CPU does.
-struct SealKernel {
-  const void* function = nullptr;
-  int shared_bytes = 0;
-  const void* values = nullptr;  // a second one, for values
-  int value_shared_bytes = 0;
-};
-
 struct DecodeKernel {
   DecodeVariant variant;
   const void* function = nullptr;
   int warps = 0;
   int fixed_bytes = 0;  // of shared memory, but for key tiles of a size that the kernel does not know
-  SealKernel seal;      // one variant of each format has it
 
   int shared_bytes(int key_bytes) const { return fixed_bytes + (variant.key_bits == 0 ? warps * key_bytes : 0); }
 };

@@ -74,9 +74,7 @@ struct Batch::Impl {
   std::vector<Sequence*> sequences;
   std::int64_t generation = 0;        // grows when pages are sealed or sequences bound: older plans do not fit
   DeviceBuffer<std::int32_t> tables;  // lengths, tail starts, page table, exact table: one copy sets all
-  DeviceBuffer<SealJob> jobs;
   std::vector<std::int32_t> host_tables;
-  std::vector<SealJob> host_jobs;
 
   Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens);
   std::int32_t* lengths() const { return tables.get(); }

@@ -2,12 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
-#include "cuda/device_format.hpp"
+#include "cuda/decode.hpp"
 
 namespace kvant::cuda {
 
-constexpr int kSealThreads = 512;
+// What writes the pages of a format.
+struct SealKernel {
+  DecodeVariant variant;  // names the format
+  const void* function = nullptr;
+  int threads = 0;
+  int shared_bytes = 0;  // of a block that writes keys; one that writes values may need more (SealArgs)
+};
 
 struct SealJob {
   std::int32_t exact_page = 0;
@@ -29,7 +36,6 @@ struct AppendArgs {
 };
 
 struct SealArgs {
-  const SealJob* jobs = nullptr;
   const std::uint8_t* exact = nullptr;
   std::int64_t exact_stride = 0;
   std::uint8_t* pages = nullptr;
@@ -44,14 +50,25 @@ struct SealArgs {
   std::int32_t key_least_squares = 0;  // 0 or 1
   std::int32_t value_least_squares = 0;
   std::int32_t shared_grids = 0;  // one grid per token for all heads
+  std::int32_t value_tokens = 0;  // of a block that writes values
 };
+
+// What travels with a launch: pages that become full at once are few, and reading their numbers from memory would come
+// before everything else.
+struct SealBatch {
+  static constexpr int kJobs = 256;
+  SealArgs args;
+  SealJob jobs[kJobs];
+};
+static_assert(sizeof(SealBatch) <= 4000, "kernel parameters");
 
 SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, int kv_heads);
 
 void launch_append(const DeviceFormat& format, const AppendArgs& args, int sequences, void* stream);
-// Whether this build has a kernel that writes pages of the format.
-bool can_seal(const DeviceFormat& format);
-// Throws Error(unsupported) where it has none.
-void launch_seal(const DeviceFormat& format, const SealArgs& args, int jobs, void* stream);
+// Whether this build has a kernel that writes pages of the format (with shared grids: whose shared memory holds the
+// values of four tokens).
+bool can_seal(const DeviceFormat& format, const PageLayout& layout, int kv_heads);
+// Throws Error(unsupported) where it has none. One launch per SealBatch::kJobs pages.
+void launch_seal(const DeviceFormat& format, const SealArgs& args, std::span<const SealJob> jobs, void* stream);
 
 }  // namespace kvant::cuda

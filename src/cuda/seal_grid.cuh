@@ -3,22 +3,38 @@
 // additions happen in the same order, so that grids and codes are the CPU's, bit by bit.
 #pragma once
 
-#include "cuda/seal_kernel.cuh"
+#include "cuda/seal_pack.cuh"
 
 namespace kvant::cuda {
+
+constexpr int kRowLanes = 8;  // threads of a row
 
 struct Ends {
   float min, max;
 };
 
-// A code as divide_code gives it, from the inverse where that is sure: far enough from a half, and not so far outside
-// the grid (a fitted one is shorter than its row) that the integer would not be in the float's low bits.
-__device__ __forceinline__ int row_code(float x, const Grid& grid, int levels) {
-  float rest = 0;
-  const float rounded = round_code(x, grid, rest);
-  const int code = static_cast<int>(__float_as_uint(rounded) - 0x4B400000U);
-  if (!(rest <= 0.4999F) || abs(code) > (1 << 20)) return static_cast<int>(divide_code(x, grid, levels));
-  return min(max(code, 0), levels);
+static __device__ __noinline__ std::uint32_t exact_row_code(float x, Grid grid, int levels) {
+  return kRowMagicBits + divide_code(x, grid, levels);
+}
+
+// Codes of four values as divide_code gives them, each in the low bits of 1.5 * 2^23: from the inverse, or where that is
+// not sure, by the division. Values far outside the grid (a fitted one is shorter than its row) are cut first.
+__device__ __forceinline__ void row_codes(const float (&x)[4], const Grid& grid, int levels,
+                                          std::uint32_t (&codes)[4]) {
+  const auto top = static_cast<float>(levels);
+  float rest = grid.inverse < INFINITY ? 0.0F : 1.0F;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float place = fminf(fmaxf(__fmul_rn(__fsub_rn(x[i], grid.min), grid.inverse), 0.0F), top);
+    const float rounded = __fadd_rn(place, kRowMagic);
+    rest = fmaxf(rest, fabsf(place - (rounded - kRowMagic)));
+    codes[i] = __float_as_uint(rounded);
+  }
+  // The place is right to 3e-5: at most 63 levels, each of inverse, difference and product off by half an ulp.
+  if (rest > 0.4999F) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = exact_row_code(x[i], grid, levels);
+  }
 }
 
 // Rounded to the cache's type, within what images accept.
@@ -41,31 +57,19 @@ __device__ __forceinline__ int add_lanes(int x) {
   return x + __shfl_xor_sync(0xFFFFFFFFU, x, 1);
 }
 
-// What one thread sees of a row while it is measured.
-struct RowRange {
-  float low = INFINITY, high = -INFINITY;
-
-  __device__ __forceinline__ void add(float x) {
-    low = fminf(low, x);
-    high = fmaxf(high, x);
-  }
-  __device__ __forceinline__ void combine() {
-    low = ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(-low)));
-    low = -low;
-    high = ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(high)));
-  }
-};
-
 // The straight line from codes to values.
 struct RowLine {
   int code = 0, square = 0;
   double value = 0, product = 0;
 
-  __device__ __forceinline__ void add(int c, float x) {
+  __device__ __forceinline__ void add(std::uint32_t bits, double x) {
+    const auto c = static_cast<int>(bits - kRowMagicBits);
     code += c;
     square += c * c;
     value = __dadd_rn(value, x);
-    product = __dadd_rn(product, __dmul_rn(c, x));
+    // The bits behind a double's 2^52 are a whole number. Code times value is exact, so one rounding is the CPU's.
+    const double whole = __hiloint2double(0x43300000, static_cast<int>(bits)) - (0x1p52 + kRowMagicBits);
+    product = __fma_rn(whole, x, product);
   }
   __device__ __forceinline__ void combine() {
     code = add_lanes(code);
@@ -90,33 +94,66 @@ struct RowLine {
 struct RowError {
   double sum = 0;
 
-  __device__ __forceinline__ void add(float x, const Grid& grid, int levels) {
-    const auto code = static_cast<float>(row_code(x, grid, levels));
+  __device__ __forceinline__ void add(std::uint32_t bits, double x, const Grid& grid) {
+    const float code = __uint_as_float(bits) - kRowMagic;
     const double difference = __dsub_rn(x, __fadd_rn(grid.min, __fmul_rn(code, grid.step)));
     sum = __dadd_rn(sum, __dmul_rn(difference, difference));
   }
 };
 
-// The better of the two grids. each(visit) calls visit(x) for this thread's values of the row, in order; all threads of
-// a warp take part, `count` is the number of values of the row.
-template <bool Bfloat, class Each>
-__device__ __forceinline__ Ends fit_row(int count, int levels, bool least_squares, const Each& each) {
-  RowRange measured;
-  each([&](float x) { measured.add(x); });
-  measured.combine();
-  const Ends range{stored_end<Bfloat>(measured.low), stored_end<Bfloat>(measured.high)};
+// A thread's values of a row: value k at data[k * stride], 0 <= k < count.
+struct RowValues {
+  const float* data;
+  int stride;
+  int count;
+
+  // visit(first, four values, how many of them there are).
+  template <class Visit>
+  __device__ __forceinline__ void each(const Visit& visit) const {
+#pragma unroll 1
+    for (int first = 0; first < count; first += 4) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = data[min(first + i, count - 1) * stride];
+      visit(first, x, min(4, count - first));
+    }
+  }
+};
+
+// The better of two grids. `range` is that of the whole row, `count` how many values it has; all threads of a warp take
+// part.
+template <bool Bfloat>
+__device__ __forceinline__ Ends fit_row(const RowValues& values, int count, int levels, bool least_squares,
+                                        Ends range) {
+  range = {stored_end<Bfloat>(range.min), stored_end<Bfloat>(range.max)};
   if (!least_squares) return range;
   const Grid first = Grid::of(range.min, range.max, levels);
   RowLine line;
-  each([&](float x) { line.add(row_code(x, first, levels), x); });
+  RowError before, after;
+  values.each([&](int, const float(&x)[4], int live) {
+    std::uint32_t codes[4];
+    row_codes(x, first, levels, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= live) break;
+      line.add(codes[i], x[i]);
+      before.add(codes[i], x[i], first);
+    }
+  });
+  __syncwarp();
   line.combine();
   const Ends fitted = line.fit<Bfloat>(count, levels, range);
   const Grid second = Grid::of(fitted.min, fitted.max, levels);
-  RowError before, after;
-  each([&](float x) {
-    before.add(x, first, levels);
-    after.add(x, second, levels);
+  values.each([&](int, const float(&x)[4], int live) {
+    std::uint32_t codes[4];
+    row_codes(x, second, levels, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= live) break;
+      after.add(codes[i], x[i], second);
+    }
   });
+  __syncwarp();
   return add_lanes(after.sum) < add_lanes(before.sum) ? fitted : range;
 }
 

@@ -1,400 +1,490 @@
-// Sealing a page on the device: one block per (page, KV head) ranks, fits, quantizes and packs. Sealed bytes are those
-// of the CPU's encoder after conversion, but for the sign of an endpoint that is zero.
+// Sealing a page of kivi or kitty on the device: ranges, boosted channels, codes, packing. Sealed bytes are those of the
+// CPU's encoder after conversion, but for the sign of an endpoint that is zero.
+//
+// A warp takes 16 columns (channels of the keys, tokens of the values) over all their rows, straight from the fragments
+// of the exact page: a lane has four columns, 2t, 2t + 1, 2t + 8 and 2t + 9, and of each every eighth row from g on. So
+// ranges, codes and code words stay in registers, and warps meet only where channels are ranked against each other.
+// Loops over row tiles stay loops: every instruction runs a few times only, and fetching it costs more than running it.
 #pragma once
 
-#include "cuda/ptx.cuh"
-#include "cuda/seal.hpp"
+#include "cuda/seal_pack.cuh"
 
 namespace kvant::cuda {
 
-template <class KeyValue>
-struct SealConfig {
-  static constexpr KeyFormat key = KeyValue::key;
-  static constexpr ValueFormat value = KeyValue::value;
-  static constexpr ExactFormat exact{key.dim, value.dim};
-  static constexpr bool bfloat = KeyValue::bfloat;
+template <class F>
+struct ColumnSeal {
+  static constexpr int warps = F::key.dim / kTile > kPage / kTile ? F::key.dim / kTile : kPage / kTile;
+  static constexpr int threads = warps * 32;
 };
 
-// One side of a page in shared memory, [rows][columns] with a range per column: keys [token][channel], values
-// [channel][token]. Rows are padded so that the 8 rows of a quad fall into different banks.
-template <int Rows, int Columns>
-struct SealSide {
-  static constexpr int rows = Rows;
-  static constexpr int columns = Columns;
-  static constexpr int stride = Columns + 16;
-  // Two columns a thread; rows are dealt out over as many threads as are left.
-  static constexpr int parts = Columns <= 64 ? 16 : (Columns <= 128 ? 8 : 4);
+// Four columns of a lane as two pairs of halves: 2t and 2t + 1, 2t + 8 and 2t + 9.
+struct ColumnPairs {
+  std::uint32_t pair[2];
 };
 
-// One grid: minimum, step and its inverse (0 without a step: every code is then 0).
-struct Grid {
-  float min, step, inverse;
+template <bool Bfloat>
+__device__ __forceinline__ std::uint32_t packed_min(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  if constexpr (Bfloat) {
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  } else {
+    asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  }
+  return r;
+}
+template <bool Bfloat>
+__device__ __forceinline__ std::uint32_t packed_max(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  if constexpr (Bfloat) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  }
+  return r;
+}
 
-  __device__ static Grid of(float min, float max, int levels) {
-    const float step = __fdiv_rn(max - min, static_cast<float>(levels));
-    return {min, step, step > 0 ? __frcp_rn(step) : 0.0F};
+// Sums of magnitudes, which rank channels. A half's exponent and fraction, moved to where a double has its own, are the
+// magnitude times a power of two, subnormal or not; 128 of them sum up exactly, whatever the order.
+template <bool Bfloat>
+__device__ __forceinline__ void add_loudness(std::uint32_t pair, double& low, double& high) {
+  constexpr int shift = Bfloat ? 13 : 10;
+  low = __dadd_rn(low, __hiloint2double(static_cast<int>((pair & 0x7FFFU) << shift), 0));
+  high = __dadd_rn(high, __hiloint2double(static_cast<int>((pair >> 16 & 0x7FFFU) << shift), 0));
+}
+
+// What a lane knows of its columns.
+template <bool Bfloat>
+struct ColumnRanges {
+  static constexpr std::uint32_t infinity = Bfloat ? 0x7F807F80U : 0x7C007C00U;
+  ColumnPairs low{{infinity, infinity}};
+  ColumnPairs high{{infinity | 0x80008000U, infinity | 0x80008000U}};
+
+  __device__ __forceinline__ void add(int k, std::uint32_t pair) {
+    low.pair[k] = packed_min<Bfloat>(low.pair[k], pair);
+    high.pair[k] = packed_max<Bfloat>(high.pair[k], pair);
+  }
+  // Over the lanes that share the columns.
+  __device__ __forceinline__ void combine() {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        low.pair[k] = packed_min<Bfloat>(low.pair[k], __shfl_xor_sync(0xFFFFFFFFU, low.pair[k], bit));
+        high.pair[k] = packed_max<Bfloat>(high.pair[k], __shfl_xor_sync(0xFFFFFFFFU, high.pair[k], bit));
+      }
+    }
   }
 };
 
-// floor((x - min) / step + 1/2) as the CPU rounds it.
-static __device__ __noinline__ std::uint32_t divide_code(float x, Grid grid, int levels) {
-  const float t = __fadd_rn(__fdiv_rn(__fsub_rn(x, grid.min), grid.step), 0.5F);
-  return grid.step > 0 ? static_cast<std::uint32_t>(fminf(fmaxf(floorf(t), 0.0F), static_cast<float>(levels))) : 0U;
-}
-
-// The same by the inverse, as a float whose low bits are the code; `rest` grows to the largest distance from a code.
-// The product is off by a few ulp at most, so the code is right wherever the distance is clearly below a half.
-__device__ __forceinline__ float round_code(float x, const Grid& grid, float& rest) {
-  constexpr float magic = 12582912.0F;  // 1.5 * 2^23
-  const float difference = __fsub_rn(x, grid.min);
-  const float rounded = __fmaf_rn(difference, grid.inverse, magic);
-  const float distance = fabsf(__fmaf_rn(difference, grid.inverse, magic - rounded));
-  rest = distance <= rest ? rest : distance;  // a NaN stays
-  return rounded;
-}
-
-template <class F>
-struct SealShared {
-  using Keys = SealSide<kPage, F::key.dim>;
-  using Values = SealSide<F::value.dim, kPage>;
-
-  alignas(16) std::uint16_t keys[Keys::rows * Keys::stride];  // rows, later codes
-  alignas(16) std::uint16_t values[Values::rows * Values::stride];
-  double loudness[Keys::parts][F::key.dim];
-  float key_low[Keys::parts][F::key.dim], key_high[Keys::parts][F::key.dim];
-  float value_low[Values::parts][kPage], value_high[Values::parts][kPage];
-  Grid key_grid[F::key.dim];
-  Grid value_grid[kPage];
-  std::uint8_t boosted[F::key.dim];
-  std::uint8_t list[F::key.dim];  // boosted channels, ascending
-};
-
-// In what follows, loops first read a batch and then write: a read may not pass an earlier write to the same array.
-// They are not unrolled further: every instruction runs a few times only, and fetching it costs more than running it.
-constexpr int kBatch = 4;
-
-// Fragments of an exact page to rows.
-template <class F>
-__device__ void load_rows(const std::uint8_t* exact, SealShared<F>& shared) {
-  using Keys = typename SealShared<F>::Keys;
-  using Values = typename SealShared<F>::Values;
-  constexpr int per_tile = F::exact.tile_bytes() / 16;
-  constexpr int count = per_tile * (kPage / kTile);
-  static_assert(count % kSealThreads == 0);
+// Row tiles first..count - 1 of 16 columns, `stride` fragments apart; rows before `skip` are left out. With Loudness
+// sums[i] grows by the magnitudes of the lane's column i.
+template <bool Bfloat, bool Loudness, int Count>
+__device__ __forceinline__ ColumnRanges<Bfloat> measure_columns(const uint4* data, int stride, int skip,
+                                                                double (&sums)[4]) {
+  constexpr int batch = Count % 8 == 0 ? 8 : (Count % 6 == 0 ? 6 : 4);
+  static_assert(Count % batch == 0);
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  ColumnRanges<Bfloat> ranges;
 #pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * kSealThreads) {
-    uint4 batch[kBatch];
+  for (int first = 0; first < Count; first += batch) {
+    uint4 rows[batch];
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = first + k * kSealThreads;
-      if (i < count) batch[k] = reinterpret_cast<const uint4*>(exact)[i];
-    }
+    for (int i = 0; i < batch; ++i) rows[i] = data[(first + i) * stride];
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = first + k * kSealThreads;
-      if (i >= count) break;
-      const std::uint32_t pairs[4] = {batch[k].x, batch[k].y, batch[k].z, batch[k].w};
-      const int tile = i / per_tile;
-      const int fragment = i % per_tile / 32;
-      const int g = i % 32 / 4;
-      const int t = i % 4;
+    for (int i = 0; i < batch; ++i) {
+      const int row = (first + i) * kTile + g;
+      const std::uint32_t words[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int row = g + 8 * (r & 1);
-        const int depth = 2 * t + 8 * (r >> 1);
-        if (fragment < F::key.dim / 16) {  // rows are tokens
-          *reinterpret_cast<std::uint32_t*>(shared.keys + (tile * 16 + row) * Keys::stride + fragment * 16 + depth) =
-              pairs[r];
-        } else {  // rows are channels
-          const int channel = (fragment - F::key.dim / 16) * 16 + row;
-          *reinterpret_cast<std::uint32_t*>(shared.values + channel * Values::stride + tile * 16 + depth) = pairs[r];
+        if (row + 8 * (r & 1) < skip) continue;
+        ranges.add(r >> 1, words[r]);
+        if constexpr (Loudness) add_loudness<Bfloat>(words[r], sums[r & 2], sums[(r & 2) + 1]);
+      }
+    }
+  }
+  ranges.combine();
+  return ranges;
+}
+
+// The grids of a lane's columns as rounding uses them: 65536 steps to the code, off by a few ulp, which code_tile allows
+// for.
+struct ColumnGrids {
+  float min[4], inverse[4];
+  int levels[4];
+  float max[4];
+
+  template <bool Bfloat>
+  __device__ __forceinline__ static ColumnGrids of(const ColumnRanges<Bfloat>& ranges, const int (&levels)[4]) {
+    ColumnGrids grids;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float2 low = ptx::widen2<Bfloat>(ranges.low.pair[k]);
+      const float2 high = ptx::widen2<Bfloat>(ranges.high.pair[k]);
+      grids.set(2 * k, low.x, high.x, levels[2 * k]);
+      grids.set(2 * k + 1, low.y, high.y, levels[2 * k + 1]);
+    }
+    return grids;
+  }
+
+ private:
+  __device__ __forceinline__ void set(int i, float low, float high, int count) {
+    min[i] = low;
+    max[i] = high;
+    levels[i] = count;
+    inverse[i] = high > low ? static_cast<float>(count << 16) * ptx::reciprocal(high - low) : 0.0F;
+  }
+};
+
+// The lowest bytes of four words as one word.
+__device__ __forceinline__ std::uint32_t join_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                                                    std::uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// The codes that the CPU gives, where the inverse cannot tell: of halves 0 and 1 of words x and y, then of z and w.
+template <bool Bfloat>
+__device__ __noinline__ uint2 exact_codes_of(uint4 rows, float4 min, float4 max, int4 levels) {
+  const Grid grids[4] = {Grid::of(min.x, max.x, levels.x), Grid::of(min.y, max.y, levels.y),
+                         Grid::of(min.z, max.z, levels.z), Grid::of(min.w, max.w, levels.w)};
+  const int tops[4] = {levels.x, levels.y, levels.z, levels.w};
+  const std::uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
+  std::uint32_t codes[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 both = ptx::widen2<Bfloat>(words[i / 2]);
+    const int column = i / 4 * 2 + i % 2;
+    codes[i] = divide_code(i % 2 == 0 ? both.x : both.y, grids[column], tops[column]);
+  }
+  return {join_bytes(codes[0], codes[1], codes[2], codes[3]), join_bytes(codes[4], codes[5], codes[6], codes[7])};
+}
+template <bool Bfloat>
+__device__ __forceinline__ uint2 exact_codes(const uint4& rows, const ColumnGrids& grids) {
+  return exact_codes_of<Bfloat>(rows, {grids.min[0], grids.min[1], grids.min[2], grids.min[3]},
+                                {grids.max[0], grids.max[1], grids.max[2], grids.max[3]},
+                                {grids.levels[0], grids.levels[1], grids.levels[2], grids.levels[3]});
+}
+
+// Codes of a lane's 8 values of a row tile, a byte each: columns 2t and 2t + 1 of row g, then of row g + 8; in the second
+// word the same of columns 2t + 8 and 2t + 9.
+//
+// In 65536ths the code and a half, rounded to a whole number, is in the low bits of a float: the code is its third byte.
+// It is right to one (15 levels, of which inverse, difference and the CPU's quotient are off by an ulp or two: 0.4, and
+// rounding 0.5), so the code is the CPU's where the lower bytes are not -1, 0 or 1: `closest` falls to the least of them,
+// plus 1, of even and of odd columns.
+template <bool Bfloat>
+__device__ __forceinline__ uint2 code_tile(const uint4& rows, const ColumnGrids& grids, std::uint32_t& closest) {
+  constexpr float magic = 8388608.0F + 32768.0F;
+  const std::uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
+  std::uint32_t places[8];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const float2 both = ptx::widen2<Bfloat>(words[r]);
+    const int column = r / 2 * 2;
+    places[2 * r] =
+        __float_as_uint(__fmaf_rn(__fsub_rn(both.x, grids.min[column]), grids.inverse[column], magic));
+    places[2 * r + 1] =
+        __float_as_uint(__fmaf_rn(__fsub_rn(both.y, grids.min[column + 1]), grids.inverse[column + 1], magic));
+    closest = __viaddmin_u16x2(__byte_perm(places[2 * r], places[2 * r + 1], 0x5410), 0x00010001U, closest);
+  }
+  const auto third = [&](int i) {
+    return __byte_perm(__byte_perm(places[i], places[i + 1], 0x0062), __byte_perm(places[i + 2], places[i + 3], 0x0062),
+                       0x5410);
+  };
+  return {third(0), third(4)};
+}
+
+__device__ __forceinline__ bool near_border(std::uint32_t closest) {
+  return (closest & 0xFFFFU) <= 2U || closest >> 16 <= 2U;
+}
+
+// Fields of the row tiles of a group, put together: two words of the main plane, and of the plane above it (3-bit codes:
+// of single bits; boosted channels: of their upper two).
+template <int Bits, bool Boosted>
+struct GroupWords {
+  std::uint32_t main[2] = {0, 0};
+  std::uint32_t above[2] = {0, 0};
+
+  // codes: a byte each. group and position may be known at run time only.
+  __device__ __forceinline__ void add(int k, std::uint32_t codes, int group, int position) {
+    if constexpr (Bits == 4) {
+      main[k] |= codes << (4 * position);
+    } else if constexpr (Bits == 3) {
+      main[k] |= (codes & 0x03030303U) << (2 * position);
+      above[k] |= (codes >> 2 & 0x01010101U) << plane1_bit(group, position);
+    } else {
+      main[k] |= (Boosted ? codes & 0x03030303U : codes) << (2 * position);
+      if constexpr (Boosted) above[k] |= (codes >> 2 & 0x03030303U) << (2 * position);
+    }
+  }
+};
+
+// ---- keys: columns are channels, rows tokens
+
+template <class F>
+struct KeySealShared {
+  double loudness[F::key.dim];
+  std::uint8_t boosted[F::key.dim];
+  std::uint8_t list[F::key.dim];              // boosted channels, ascending
+  std::uint8_t above[2][kTile][F::key.dim];  // [group][row of a tile][channel]: upper fields of the group's row tiles
+};
+
+// The `boosted` channels of the largest mean |k|, ties to the lower channel. All threads of the block.
+template <class F>
+__device__ void choose_boosted(int boosted, KeySealShared<F>& shared) {
+  constexpr int parts = ColumnSeal<F>::threads / F::key.dim >= 4 ? 4 : 2;  // threads of a channel
+  const int channel = static_cast<int>(threadIdx.x) / parts;
+  const int part = static_cast<int>(threadIdx.x) % parts;
+  int rank = 0;
+  if (channel < F::key.dim) {
+    // Magnitudes order as their bits do. On a tie the lower channel is the louder one.
+    const long long mine = __double_as_longlong(shared.loudness[channel]);
+#pragma unroll 8
+    for (int other = part; other < F::key.dim; other += parts) {
+      rank += __double_as_longlong(shared.loudness[other]) > (other < channel ? mine - 1 : mine) ? 1 : 0;
+    }
+  }
+#pragma unroll
+  for (int bit = 1; bit < parts; bit *= 2) rank += __shfl_xor_sync(0xFFFFFFFFU, rank, bit);
+  if (part == 0 && channel < F::key.dim) shared.boosted[channel] = rank < boosted ? 1 : 0;
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x < 32) {
+    int before = 0;
+#pragma unroll
+    for (int c = lane; c < F::key.dim; c += 32) {
+      const bool mine = shared.boosted[c] != 0;
+      const unsigned all = __ballot_sync(0xFFFFFFFFU, mine);
+      if (mine) shared.list[before + __popc(all & ((1U << lane) - 1U))] = static_cast<std::uint8_t>(c);
+      before += __popc(all);
+    }
+  }
+}
+
+// The plane of upper fields and the list of the channels it belongs to.
+template <class F>
+__device__ void pack_boosted(int boosted, const KeySealShared<F>& shared, std::uint8_t* page) {
+  constexpr int words = F::key.groups() * F::key.high_steps * 32 * 4;
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += ColumnSeal<F>::threads) {
+    const int r = i % 4;
+    const int lane = i / 4 % 32;
+    const int step = i / 128 % F::key.high_steps;
+    const int group = i / 128 / F::key.high_steps;
+    const int entry = step * kStep + 16 * (r >> 1) + 4 * (lane % 4);
+    std::uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (entry + b >= boosted) break;
+      const std::uint32_t field = shared.above[group][lane / 4 + 8 * (r & 1)][shared.list[entry + b]];
+      word |= field << (8 * b);
+    }
+    const int quad = group * F::key.quads_per_group() + F::key.steps() + step;
+    reinterpret_cast<std::uint32_t*>(page + F::key.codes_offset() + quad * kQuadBytes)[4 * lane + r] = word;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < F::key.high_steps * kStep; i += ColumnSeal<F>::threads) {
+    page[F::key.index_offset() + i] = i < boosted ? shared.list[i] : 0;
+  }
+}
+
+// A lane has the fields of channels 2t, 2t + 1 (words[0]) and 2t + 8, 2t + 9 (words[1]) of rows g (lower half) and
+// g + 8; a code word has four neighbouring channels of one row. Lanes with even t end up with the lower channels.
+__device__ __forceinline__ uint2 four_channels(const std::uint32_t (&words)[2], bool odd) {
+  const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, odd ? words[0] : words[1], 1);
+  const std::uint32_t first = odd ? other : words[0];
+  const std::uint32_t second = odd ? words[1] : other;
+  return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+}
+
+template <class F>
+__device__ void seal_keys(const SealJob& job, int boosted, const std::uint8_t* exact, std::uint8_t* page) {
+  constexpr bool ranked = F::key.high_steps > 0;
+  constexpr int per_group = tiles_per_group(F::key.bits);
+  __shared__ std::conditional_t<ranked, KeySealShared<F>, int> memory;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const bool live = warp < F::key.dim / kTile;
+  constexpr int stride = F::exact.tile_bytes() / 16;
+  const auto* data = reinterpret_cast<const uint4*>(exact) + warp * 32 + lane;
+  ColumnRanges<F::bfloat> ranges;
+  if (live) {
+    double sums[4] = {0, 0, 0, 0};
+    ranges = measure_columns<F::bfloat, ranked, kPage / kTile>(data, stride, job.skip, sums);
+    if constexpr (ranked) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int bit = 4; bit < 32; bit *= 2) {
+          sums[i] = __dadd_rn(sums[i], __shfl_xor_sync(0xFFFFFFFFU, sums[i], bit));
         }
+        if (g == i) memory.loudness[warp * kTile + i / 2 * 8 + 2 * t + i % 2] = sums[i];
+      }
+    }
+  }
+  int levels[4];
+  std::uint32_t swap[2] = {0, 0};  // boosted columns, whose maximum is stored first
+  if constexpr (ranked) {
+    __syncthreads();
+    choose_boosted<F>(boosted, memory);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool more = live && memory.boosted[warp * kTile + i / 2 * 8 + 2 * t + i % 2] != 0;
+      levels[i] = more ? 15 : 3;
+      if (more) swap[i / 2] |= 0xFFFFU << (16 * (i % 2));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) levels[i] = (1 << F::key.bits) - 1;
+  }
+  if (live) {
+    if (g < 2) {
+      const std::uint32_t change = (ranges.low.pair[g] ^ ranges.high.pair[g]) & swap[g];
+      auto* ends = reinterpret_cast<std::uint32_t*>(page + key_endpoint_offset(warp * kTile + 8 * g + 2 * t));
+      ends[0] = ranges.low.pair[g] ^ change;
+      ends[2] = ranges.high.pair[g] ^ change;
+    }
+    const ColumnGrids grids = ColumnGrids::of(ranges, levels);
+    GroupWords<F::key.bits, ranked> words;
+#pragma unroll 1
+    for (int group = 0; group < F::key.groups(); ++group) {
+      uint4 rows[per_group];
+#pragma unroll
+      for (int p = 0; p < per_group; ++p) rows[p] = data[tile_of(F::key.bits, group, p) * stride];
+      words.main[0] = words.main[1] = 0;
+      if constexpr (ranked) words.above[0] = words.above[1] = 0;
+      const auto add = [&](int p, const uint2& codes) {
+        const int token = tile_of(F::key.bits, group, p) * kTile + g;
+        // Codes of sinks are 0.
+        const std::uint32_t kept = (token < job.skip ? 0U : 0xFFFFU) | (token + 8 < job.skip ? 0U : 0xFFFF0000U);
+        words.add(0, codes.x & kept, group, p);
+        words.add(1, codes.y & kept, group, p);
+      };
+      const GroupWords<F::key.bits, ranked> before = words;
+      std::uint32_t closest = 0xFFFFFFFFU;
+#pragma unroll
+      for (int p = 0; p < per_group; ++p) add(p, code_tile<F::bfloat>(rows[p], grids, closest));
+      if (near_border(closest)) {
+        words = before;
+#pragma unroll 1
+        for (int p = 0; p < per_group; ++p) {
+          add(p, exact_codes<F::bfloat>(data[tile_of(F::key.bits, group, p) * stride], grids));
+        }
+      }
+      const int target = t / 2 + (t % 2 != 0 ? 2 : 0);
+      const int quad = group * F::key.quads_per_group() + warp / 2;
+      auto* to = page + F::key.codes_offset() + quad * kQuadBytes + (4 * g + target) * 16 + warp % 2 * 8;
+      *reinterpret_cast<uint2*>(to) = four_channels(words.main, t % 2 != 0);
+      if constexpr (ranked) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int channel = warp * kTile + 8 * k + 2 * t;
+          *reinterpret_cast<std::uint16_t*>(&memory.above[group][g][channel]) =
+              static_cast<std::uint16_t>(words.above[k]);
+          *reinterpret_cast<std::uint16_t*>(&memory.above[group][g + 8][channel]) =
+              static_cast<std::uint16_t>(words.above[k] >> 16);
+        }
+      }
+    }
+    if constexpr (F::key.bits == 3) {  // both groups share the plane
+      const int target = t / 2 + (t % 2 != 0 ? 2 : 0);
+      auto* to = page + F::key.plane1_offset() + warp / 2 * kQuadBytes + (4 * g + target) * 16 + warp % 2 * 8;
+      *reinterpret_cast<uint2*>(to) = four_channels(words.above, t % 2 != 0);
+    }
+  }
+  if constexpr (ranked) {
+    __syncthreads();
+    pack_boosted<F>(boosted, memory, page);
+  }
+}
+
+// ---- values: columns are tokens, rows channels
+
+template <class F>
+__device__ void seal_values(const SealJob& job, const std::uint8_t* exact, std::uint8_t* page) {
+  constexpr int per_group = tiles_per_group(F::value.bits);
+  constexpr int tiles = F::value.dim / kTile;
+  const int tile = static_cast<int>(threadIdx.x) / 32;  // of tokens
+  if (tile >= kPage / kTile) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const auto* data = reinterpret_cast<const uint4*>(exact + tile * F::exact.tile_bytes() + F::exact.key_bytes()) + lane;
+  double none[4];
+  ColumnRanges<F::bfloat> ranges = measure_columns<F::bfloat, false, tiles>(data, 32, 0, none);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {  // sinks have endpoints and codes 0: never read, always the same bytes
+    const int token = tile * kTile + 8 * k + 2 * t;
+    const std::uint32_t kept = (token < job.skip ? 0U : 0xFFFFU) | (token + 1 < job.skip ? 0U : 0xFFFF0000U);
+    ranges.low.pair[k] &= kept;
+    ranges.high.pair[k] &= kept;
+  }
+  std::uint8_t* half = page + tile / 4 * F::value.half_bytes();
+  if (g < 2) {  // tokens 2t + g and 2t + g + 8 lie side by side
+    const unsigned which = g == 0 ? 0x5410U : 0x7632U;
+    auto* ends = reinterpret_cast<std::uint32_t*>(half + (2 * t + g) * 16 + tile % 4 * 4);
+    ends[0] = __byte_perm(ranges.low.pair[0], ranges.low.pair[1], which);
+    ends[32] = __byte_perm(ranges.high.pair[0], ranges.high.pair[1], which);
+  }
+  constexpr int top = (1 << F::value.bits) - 1;
+  const int levels[4] = {top, top, top, top};
+  const ColumnGrids grids = ColumnGrids::of(ranges, levels);
+  GroupWords<F::value.bits, false> words;
+#pragma unroll 1
+  for (int group = 0; group < F::value.groups(); ++group) {
+    uint4 rows[per_group];
+#pragma unroll
+    for (int p = 0; p < per_group; ++p) {
+      const int row_tile = tile_of(F::value.bits, group, p);
+      if (tiles % per_group == 0 || row_tile < tiles) rows[p] = data[row_tile * 32];
+    }
+    words.main[0] = words.main[1] = 0;
+    const auto add = [&](int p, const uint2& codes) {
+      // A code word has tokens 2t, 2t + 8, 2t + 1 and 2t + 9 of one channel.
+      words.add(0, __byte_perm(codes.x, codes.y, 0x5140), group, p);
+      words.add(1, __byte_perm(codes.x, codes.y, 0x7362), group, p);
+    };
+    const auto beyond = [&](int p) {  // codes are 0 past the last channel
+      return tiles % per_group != 0 && tile_of(F::value.bits, group, p) >= tiles;
+    };
+    const GroupWords<F::value.bits, false> before = words;
+    std::uint32_t closest = 0xFFFFFFFFU;
+#pragma unroll
+    for (int p = 0; p < per_group; ++p) {
+      if (!beyond(p)) add(p, code_tile<F::bfloat>(rows[p], grids, closest));
+    }
+    if (near_border(closest)) {
+      words = before;
+#pragma unroll 1
+      for (int p = 0; p < per_group; ++p) {
+        if (!beyond(p)) add(p, exact_codes<F::bfloat>(data[tile_of(F::value.bits, group, p) * 32], grids));
+      }
+    }
+    const int place = tile / 2 % 2 * kQuadBytes + lane * 16 + tile % 2 * 8;
+    auto* to = half + F::value.codes_offset() + group * (2 * kQuadBytes) + place;
+    *reinterpret_cast<uint2*>(to) = {words.main[0], words.main[1]};
+    if constexpr (F::value.bits == 3) {  // two groups share a word of the plane
+      if (group % 2 != 0 || group + 1 == F::value.groups()) {
+        to = half + F::value.plane1_offset() + group / 2 * (2 * kQuadBytes) + place;
+        *reinterpret_cast<uint2*>(to) = {words.above[0], words.above[1]};
+        words.above[0] = words.above[1] = 0;
       }
     }
   }
 }
 
-// Ranges of two columns over the rows of this thread's part, from row `skip` on; with `loudness` the sums of
-// magnitudes, which rank channels: 128 half-precision magnitudes are exact in binary64, whatever the order.
-template <class Side, bool Bfloat, bool Loudness>
-__device__ void measure(const std::uint16_t* data, int skip, float (*low)[Side::columns], float (*high)[Side::columns],
-                        double (*loudness)[Side::columns]) {
-  const int part = static_cast<int>(threadIdx.x) / (Side::columns / 2);
-  const int c = static_cast<int>(threadIdx.x) % (Side::columns / 2) * 2;
-  if (part >= Side::parts) return;
-  float2 least{INFINITY, INFINITY};
-  float2 most{-INFINITY, -INFINITY};
-  double sum[2] = {0, 0};
-#pragma unroll 4
-  for (int i = 0; i < Side::rows / Side::parts; ++i) {
-    const int own = i * Side::parts + part;
-    const int row = max(own, skip);  // the place of a row left out is taken by the first that counts
-    const float2 x = ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint32_t*>(data + row * Side::stride + c));
-    least = {fminf(least.x, x.x), fminf(least.y, x.y)};
-    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
-    if constexpr (Loudness) {
-      sum[0] += own >= skip ? fabsf(x.x) : 0.0F;
-      sum[1] += own >= skip ? fabsf(x.y) : 0.0F;
-    }
-  }
-  *reinterpret_cast<float2*>(&low[part][c]) = least;
-  *reinterpret_cast<float2*>(&high[part][c]) = most;
-  if constexpr (Loudness) {
-    loudness[part][c] = sum[0];
-    loudness[part][c + 1] = sum[1];
-  }
-}
-
-// The `boosted` channels of the largest mean |k|, ties to the lower channel.
+// Grid: pages, KV heads, keys and values.
 template <class F>
-__device__ void choose_boosted(int boosted, SealShared<F>& shared) {
-  for (int c = static_cast<int>(threadIdx.x); c < F::key.dim; c += kSealThreads) {
-    for (int part = 1; part < SealShared<F>::Keys::parts; ++part) shared.loudness[0][c] += shared.loudness[part][c];
-  }
-  __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < F::key.dim; c += kSealThreads) {
-    const double mine = shared.loudness[0][c];
-    int rank = 0;
-#pragma unroll 8
-    for (int other = 0; other < F::key.dim; ++other) {
-      const double theirs = shared.loudness[0][other];
-      rank += theirs > mine || (theirs == mine && other < c) ? 1 : 0;
-    }
-    shared.boosted[c] = rank < boosted ? 1 : 0;
-  }
-  __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < F::key.dim; c += kSealThreads) {
-    int place = 0;
-#pragma unroll 8
-    for (int other = 0; other < F::key.dim; ++other) place += other < c ? shared.boosted[other] : 0;
-    if (shared.boosted[c] != 0) shared.list[place] = static_cast<std::uint8_t>(c);
-  }
-}
-
-template <class F>
-__device__ int key_levels(const SealShared<F>& shared, int channel) {
-  if constexpr (F::key.high_steps > 0) return shared.boosted[channel] != 0 ? 15 : 3;
-  return (1 << F::key.bits) - 1;
-}
-
-template <int Parts, int Columns>
-__device__ float2 merge_range(const float (&low)[Parts][Columns], const float (&high)[Parts][Columns], int column) {
-  float2 range{low[0][column], high[0][column]};
-#pragma unroll
-  for (int part = 1; part < Parts; ++part) {
-    range = {fminf(range.x, low[part][column]), fmaxf(range.y, high[part][column])};
-  }
-  return range;
-}
-
-// Grids and stored endpoints: keys by the first half of the threads, values by the others.
-template <class F>
-__device__ void fit(int skip, SealShared<F>& shared, std::uint8_t* keys, std::uint8_t* values) {
-  constexpr int half = kSealThreads / 2;
-  const int i = static_cast<int>(threadIdx.x) % half;
-  if (threadIdx.x < half) {
-    if (i >= F::key.dim) return;
-    const float2 range = merge_range(shared.key_low, shared.key_high, i);
-    shared.key_grid[i] = Grid::of(range.x, range.y, key_levels<F>(shared, i));
-    const bool swap = F::key.high_steps > 0 && shared.boosted[i] != 0;
-    auto* ends = reinterpret_cast<std::uint16_t*>(keys + key_endpoint_offset(i));
-    ends[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(swap ? range.y : range.x, 0));
-    ends[4] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(swap ? range.x : range.y, 0));
-  } else if (i < kPage) {
-    float2 range = merge_range(shared.value_low, shared.value_high, i);
-    if (i < skip) range = {0, 0};  // endpoints 0 and codes 0: never read, always the same bytes
-    shared.value_grid[i] = Grid::of(range.x, range.y, (1 << F::value.bits) - 1);
-    auto* ends = reinterpret_cast<std::uint16_t*>(values + value_endpoint_offset(F::value, i));
-    ends[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(range.x, 0));
-    ends[64] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(range.y, 0));
-  }
-}
-
-// Codes in place of the rows; each thread keeps the two columns of measure(). Rows before `skip` become code 0.
-template <class Side, bool Bfloat>
-__device__ void quantize(std::uint16_t* data, const Grid* grid, int levels_a, int levels_b, int skip) {
-  const int part = static_cast<int>(threadIdx.x) / (Side::columns / 2);
-  const int c = static_cast<int>(threadIdx.x) % (Side::columns / 2) * 2;
-  if (part >= Side::parts) return;
-  const Grid a = grid[c];
-  const Grid b = grid[c + 1];
-  constexpr int count = Side::rows / Side::parts;
-  constexpr int batch = kBatch;
-  static_assert(count % batch == 0);
-#pragma unroll 1
-  for (int first = 0; first < count; first += batch) {
-    float2 x[batch];
-    std::uint32_t codes[batch];
-    float rest = 0;
-#pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int row = (first + k) * Side::parts + part;
-      x[k] = ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint32_t*>(data + row * Side::stride + c));
-    }
-#pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      codes[k] = __byte_perm(__float_as_uint(round_code(x[k].x, a, rest)), __float_as_uint(round_code(x[k].y, b, rest)),
-                             0x5410);
-    }
-    if (!(rest <= 0.4999F)) {
-#pragma unroll
-      for (int k = 0; k < batch; ++k)
-        codes[k] = divide_code(x[k].x, a, levels_a) | divide_code(x[k].y, b, levels_b) << 16;
-    }
-#pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int row = (first + k) * Side::parts + part;
-      *reinterpret_cast<std::uint32_t*>(data + row * Side::stride + c) = row < skip ? 0 : codes[k];
-    }
-  }
-}
-
-// Words of one lane of a quad from code4(row tile's position, row in tile, depth in step): the codes of four depth
-// indices from a multiple of four on, one per byte, masked and shifted to their lowest bits.
-template <int Positions, class Code4>
-__device__ __forceinline__ uint4 make_quad(int lane, const Code4& code4) {
-  uint4 words{0, 0, 0, 0};
-#pragma unroll 1
-  for (int p = 0; p < Positions; ++p) {
-    const int shift = 8 / Positions * p;
-    const int row = lane / 4;
-    const int depth = 4 * (lane % 4);
-    words.x |= code4(p, row, depth) << shift;
-    words.y |= code4(p, row + 8, depth) << shift;
-    words.z |= code4(p, row, depth + 16) << shift;
-    words.w |= code4(p, row + 8, depth + 16) << shift;
-  }
-  return words;
-}
-
-// One lane's words of a quad of the main plane: nibbles for 4-bit codes, two low bits else.
-template <int Bits, class CodesAt>
-__device__ __forceinline__ uint4 make_codes(int group, int lane, const CodesAt& codes_at) {
-  return make_quad < Bits == 4 ? 2 : 4 > (lane, [&](int p, int row, int depth) {
-                                       const std::uint32_t codes =
-                                           codes_at(tile_of(Bits, group, p) * kTile + row, depth);
-                                       return Bits == 3 ? codes & 0x03030303U : codes;
-                                     });
-}
-
-// One lane's words of the 1-bit plane that serves groups 2 * pair and 2 * pair + 1.
-template <class CodesAt>
-__device__ __forceinline__ uint4 make_plane1(int pair, int lane, const CodesAt& codes_at) {
-  return make_quad<8>(lane, [&](int bit, int row, int depth) {
-    // The inverse of plane1_bit.
-    const int group = 2 * pair + (bit % 4 < 2 ? 1 : 0);
-    return codes_at(tile_of(3, group, bit / 4 * 2 + bit % 2) * kTile + row, depth) >> 2 & 0x01010101U;
-  });
-}
-
-// `thread` of `threads`.
-template <class F>
-__device__ void pack_keys(int boosted, const SealShared<F>& shared, std::uint8_t* page, int thread, int threads) {
-  constexpr int stride = SealShared<F>::Keys::stride;
-  constexpr std::uint32_t low_bits = F::key.high_steps > 0 ? 0x03030303U : 0x0F0F0F0FU;  // boosted codes have four
-  const auto codes = [&](int token, int channel) -> std::uint32_t {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(shared.keys + token * stride + channel);
-    return __byte_perm(pairs.x, pairs.y, 0x6420) & low_bits;
-  };
-  constexpr int per_group = F::key.quads_per_group();
-  for (int i = thread; i < F::key.groups() * per_group * 32; i += threads) {
-    const int group = i / 32 / per_group;
-    const int step = i / 32 % per_group;
-    uint4 words;
-    if (step < F::key.steps()) {
-      words = make_codes<F::key.bits>(group, i % 32,
-                                      [&](int token, int depth) { return codes(token, step * kStep + depth); });
-    } else {
-      words = make_codes<2>(group, i % 32, [&](int token, int depth) {
-        std::uint32_t high = 0;
-        for (int b = 0; b < 4; ++b) {
-          const int entry = (step - F::key.steps()) * kStep + depth + b;
-          if (entry < boosted) {
-            high |= static_cast<std::uint32_t>(shared.keys[token * stride + shared.list[entry]] >> 2) << (8 * b);
-          }
-        }
-        return high;
-      });
-    }
-    reinterpret_cast<uint4*>(page + F::key.codes_offset())[i] = words;
-  }
-  if constexpr (F::key.bits == 3) {
-    for (int i = thread; i < F::key.steps() * 32; i += threads) {
-      reinterpret_cast<uint4*>(page + F::key.plane1_offset())[i] =
-          make_plane1(0, i % 32, [&](int token, int depth) { return codes(token, i / 32 * kStep + depth); });
-    }
-  }
-  for (int i = thread; i < F::key.high_steps * kStep; i += threads) {
-    page[F::key.index_offset() + i] = i < boosted ? shared.list[i] : 0;
-  }
-}
-
-// rows: codes as [channel][SealSide::stride]. Of the tokens 64 * first_half..64 * end_half - 1.
-template <class F>
-__device__ void pack_values(const std::uint16_t* rows, std::uint8_t* page, int first_half, int end_half, int thread,
-                            int threads) {
-  // depth: the first of four slots of the 32-token step `step`, tokens k, k + 8, k + 1 and k + 9 of their sixteen.
-  // Groups may reach past the last channel: codes 0 there.
-  const auto codes = [&](int channel, int step, int depth) -> std::uint32_t {
-    if (channel >= F::value.dim) return 0U;
-    const std::uint16_t* row = rows + channel * SealSide<F::value.dim, kPage>::stride + step * kStep + (depth & 16);
-    const std::uint32_t low = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2);
-    const std::uint32_t high = *reinterpret_cast<const std::uint32_t*>(row + (depth & 15) / 2 + 8);
-    return __byte_perm(low, high, 0x6240);
-  };
-  constexpr int per_half = F::value.groups() * 2 * 32;
-  for (int i = first_half * per_half + thread; i < end_half * per_half; i += threads) {
-    const int half = i / per_half;
-    const int step = 2 * half + i / 32 % 2;
-    const uint4 words = make_codes<F::value.bits>(i % per_half / 64, i % 32,
-                                                  [&](int channel, int depth) { return codes(channel, step, depth); });
-    reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.codes_offset())[i % per_half] = words;
-  }
-  if constexpr (F::value.bits == 3) {
-    constexpr int ones = F::value.plane1_groups() * 2 * 32;
-    for (int i = first_half * ones + thread; i < end_half * ones; i += threads) {
-      const int half = i / ones;
-      const int step = 2 * half + i / 32 % 2;
-      reinterpret_cast<uint4*>(page + half * F::value.half_bytes() + F::value.plane1_offset())[i % ones] =
-          make_plane1(i % ones / 64, i % 32, [&](int channel, int depth) { return codes(channel, step, depth); });
-    }
-  }
-}
-
-template <class F>
-__global__ void __launch_bounds__(kSealThreads) seal_kernel(const SealArgs args) {
-  extern __shared__ __align__(16) std::uint8_t memory[];
-  auto& shared = *reinterpret_cast<SealShared<F>*>(memory);
-  const SealJob job = args.jobs[blockIdx.x];
+__global__ void __launch_bounds__(ColumnSeal<F>::threads, 1024 / ColumnSeal<F>::threads)
+    seal_kernel(const __grid_constant__ SealBatch batch) {
+  const SealArgs& args = batch.args;
+  const SealJob job = batch.jobs[blockIdx.x];
   const auto head = static_cast<std::int64_t>(blockIdx.y);
+  const std::uint8_t* exact = args.exact + job.exact_page * args.exact_stride + head * F::exact.page_bytes();
   std::uint8_t* keys = args.pages + job.page * args.page_stride + head * (F::key.bytes() + F::value.bytes());
-  std::uint8_t* values = keys + F::key.bytes();
-  load_rows<F>(args.exact + job.exact_page * args.exact_stride + head * F::exact.page_bytes(), shared);
-  __syncthreads();
-  using Keys = typename SealShared<F>::Keys;
-  using Values = typename SealShared<F>::Values;
-  measure<Keys, F::bfloat, (F::key.high_steps > 0)>(shared.keys, job.skip, shared.key_low, shared.key_high,
-                                                    shared.loudness);
-  measure<Values, F::bfloat, false>(shared.values, 0, shared.value_low, shared.value_high, nullptr);
-  __syncthreads();
-  if constexpr (F::key.high_steps > 0) {
-    choose_boosted<F>(args.boosted, shared);
-    __syncthreads();
-  }
-  fit<F>(job.skip, shared, keys, values);
-  __syncthreads();
-  const int c = static_cast<int>(threadIdx.x) % (F::key.dim / 2) * 2;
-  quantize<Keys, F::bfloat>(shared.keys, shared.key_grid, key_levels<F>(shared, c), key_levels<F>(shared, c + 1),
-                            job.skip);
-  constexpr int value_levels = (1 << F::value.bits) - 1;
-  quantize<Values, F::bfloat>(shared.values, shared.value_grid, value_levels, value_levels, 0);
-  __syncthreads();
-  // Half of the warps each.
-  const int thread = static_cast<int>(threadIdx.x) % (kSealThreads / 2);
-  if (threadIdx.x < kSealThreads / 2) {
-    pack_keys<F>(args.boosted, shared, keys, thread, kSealThreads / 2);
+  if (blockIdx.z == 0) {
+    seal_keys<F>(job, args.boosted, exact, keys);
   } else {
-    pack_values<F>(shared.values, values, 0, 2, thread, kSealThreads / 2);
+    seal_values<F>(job, exact, keys + F::key.bytes());
   }
 }
 

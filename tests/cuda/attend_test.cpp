@@ -99,25 +99,57 @@ TEST(GpuAttend, WindowCapAndSinks) {
 // Every split the planner knows, and far more parts than pages.
 TEST(GpuAttend, Splits) {
   KVANT_NEEDS_GPU();
-  KVANT_NEEDS_EVERY_SHAPE();
-  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {70, 700}}) {
+  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {70, 700}, {40, 130}}) {
     Shape shape;
     shape.lengths.assign(static_cast<std::size_t>(sequences), length);
     expect_agreement(shape);
   }
-  for (const int group : {4, 8}) {  // shapes without kernels of their own for clusters
+  for (const std::int64_t length : {3000, 20000}) {  // two blocks of vectors, in clusters
+    Shape shape;
+    shape.group = 8;
+    shape.lengths = {length};
+    expect_agreement(shape);
+  }
+  // Runs of warps that hold several short sequences, one, or a part of one.
+  for (const std::vector<std::int64_t>& lengths :
+       {std::vector<std::int64_t>{5000, 3, 0, 129, 20000, 777, 1, 4096}, std::vector<std::int64_t>(200, 260),
+        std::vector<std::int64_t>{90000, 500, 500, 500, 20, 0, 0, 1, 40000, 3000}}) {
+    for (const char* recipe : {"kivi:k=2,v=2", "kitty:sink=32", "small"}) {
+      Shape ragged;
+      ragged.recipe = recipe;
+      ragged.lengths = lengths;
+      expect_agreement(ragged);
+    }
+  }
+}
+
+TEST(GpuAttend, SplitsOfShapesWithoutKernelsForClusters) {
+  KVANT_NEEDS_GPU();
+  KVANT_NEEDS_EVERY_SHAPE();
+  for (const int group : {4, 8}) {
     for (const std::int64_t length : {3000, 20000}) {
       Shape shape;
       shape.group = group;
       shape.lengths = {length};
-      expect_agreement(shape);
       shape.cache = {1, 256, 256, DType::f16};
       expect_agreement(shape);
     }
   }
-  Shape ragged;
-  ragged.lengths = {5000, 3, 0, 129, 20000, 777, 1, 4096};
-  expect_agreement(ragged);
+}
+
+TEST(GpuAttend, NothingToSee) {
+  KVANT_NEEDS_GPU();
+  for (const int sequences : {1, 9, 100}) {
+    Shape shape;
+    shape.lengths.assign(static_cast<std::size_t>(sequences), 0);
+    expect_agreement(shape);
+  }
+  Shape shape;
+  shape.lengths = {};
+  Twins none(shape);
+  const AttendPlan plan(none.batch, none.query_heads(), 1, {});
+  plan.run(nullptr, nullptr, nullptr, nullptr);
+  EXPECT_EQ(none.batch.seal_ready(nullptr), 0);
 }
 
 std::string recipe_of(const DecodeVariant& v) {

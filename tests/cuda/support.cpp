@@ -161,8 +161,12 @@ void expect_same_seals(const char* recipe, const CacheShape& shape, float spread
 }
 
 Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
+    : Twins(s, seed,
+            PagePool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages)) {}
+
+Twins::Twins(const Shape& s, unsigned seed, PagePool own_pool)
     : shape(s),
-      pool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages),
+      pool(std::move(own_pool)),
       batch(pool, static_cast<int>(s.lengths.size()) + 1, 1 << 20) {
   std::mt19937 random(seed);
   for (const std::int64_t length : s.lengths) {

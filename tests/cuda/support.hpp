@@ -72,6 +72,7 @@ struct Twins {
   std::vector<std::uint16_t> queries;
 
   explicit Twins(const Shape& s, unsigned seed = 1, int spare_pages = 0);
+  Twins(const Shape& s, unsigned seed, PagePool own_pool);  // of the shape's recipe
   int query_heads() const { return shape.group * shape.cache.kv_heads; }
   void bind();
 
