@@ -17,8 +17,8 @@ static __device__ __noinline__ std::uint32_t exact_row_code(float x, Grid grid, 
   return kRowMagicBits + divide_code(x, grid, levels);
 }
 
-// Codes of four values as divide_code gives them, each in the low bits of 1.5 * 2^23: from the inverse, or where that is
-// not sure, by the division. Values far outside the grid (a fitted one is shorter than its row) are cut first.
+// Codes of four values as divide_code gives them, each in the low bits of 1.5 * 2^23: from the inverse, or where that
+// is not sure, by the division. Values far outside the grid (a fitted one is shorter than its row) are cut first.
 __device__ __forceinline__ void row_codes(const float (&x)[4], const Grid& grid, int levels,
                                           std::uint32_t (&codes)[4]) {
   const auto top = static_cast<float>(levels);

@@ -1,5 +1,5 @@
-// Sealing a page of kivi or kitty on the device: ranges, boosted channels, codes, packing. Sealed bytes are those of the
-// CPU's encoder after conversion, but for the sign of an endpoint that is zero.
+// Sealing a page of kivi or kitty on the device: ranges, boosted channels, codes, packing. Sealed bytes are those of
+// the CPU's encoder after conversion, but for the sign of an endpoint that is zero.
 //
 // A warp takes 16 columns (channels of the keys, tokens of the values) over all their rows, straight from the fragments
 // of the exact page: a lane has four columns, 2t, 2t + 1, 2t + 8 and 2t + 9, and of each every eighth row from g on. So
@@ -83,22 +83,37 @@ __device__ __forceinline__ ColumnRanges<Bfloat> measure_columns(const uint4* dat
                                                                 double (&sums)[4]) {
   constexpr int batch = Count % 8 == 0 ? 8 : (Count % 6 == 0 ? 6 : 4);
   static_assert(Count % batch == 0);
-  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
   ColumnRanges<Bfloat> ranges;
+  const auto add = [&](int r, std::uint32_t word) {
+    ranges.add(r >> 1, word);
+    if constexpr (Loudness) add_loudness<Bfloat>(word, sums[r & 2], sums[(r & 2) + 1]);
+  };
+  if (skip > 0) {  // the first page of a sequence
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll 1
-  for (int first = 0; first < Count; first += batch) {
-    uint4 rows[batch];
+    for (int i = skip / kTile; i < Count; ++i) {
+      const uint4 rows = data[i * stride];
+      if (i * kTile + g >= skip) {
+        add(0, rows.x);
+        add(2, rows.z);
+      }
+      if (i * kTile + g + 8 >= skip) {
+        add(1, rows.y);
+        add(3, rows.w);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < Count; first += batch) {
+      uint4 rows[batch];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) rows[i] = data[(first + i) * stride];
+      for (int i = 0; i < batch; ++i) rows[i] = data[(first + i) * stride];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      const int row = (first + i) * kTile + g;
-      const std::uint32_t words[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        if (row + 8 * (r & 1) < skip) continue;
-        ranges.add(r >> 1, words[r]);
-        if constexpr (Loudness) add_loudness<Bfloat>(words[r], sums[r & 2], sums[(r & 2) + 1]);
+      for (int i = 0; i < batch; ++i) {
+        add(0, rows[i].x);
+        add(1, rows[i].y);
+        add(2, rows[i].z);
+        add(3, rows[i].w);
       }
     }
   }
@@ -106,8 +121,8 @@ __device__ __forceinline__ ColumnRanges<Bfloat> measure_columns(const uint4* dat
   return ranges;
 }
 
-// The grids of a lane's columns as rounding uses them: 65536 steps to the code, off by a few ulp, which code_tile allows
-// for.
+// The grids of a lane's columns as rounding uses them: 65536 steps to the code, off by a few ulp, which code_tile
+// allows for.
 struct ColumnGrids {
   float min[4], inverse[4];
   int levels[4];
@@ -135,56 +150,41 @@ struct ColumnGrids {
   }
 };
 
-// The lowest bytes of four words as one word.
-__device__ __forceinline__ std::uint32_t join_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,
-                                                    std::uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+// The place of a value (below) whose code the inverse cannot tell: that of the code which the CPU gives.
+static __device__ __noinline__ std::uint32_t exact_place(float x, float min, float max, int levels) {
+  return divide_code(x, Grid::of(min, max, levels), levels) << 16;
 }
 
-// The codes that the CPU gives, where the inverse cannot tell: of halves 0 and 1 of words x and y, then of z and w.
-template <bool Bfloat>
-__device__ __noinline__ uint2 exact_codes_of(uint4 rows, float4 min, float4 max, int4 levels) {
-  const Grid grids[4] = {Grid::of(min.x, max.x, levels.x), Grid::of(min.y, max.y, levels.y),
-                         Grid::of(min.z, max.z, levels.z), Grid::of(min.w, max.w, levels.w)};
-  const int tops[4] = {levels.x, levels.y, levels.z, levels.w};
-  const std::uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
-  std::uint32_t codes[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float2 both = ptx::widen2<Bfloat>(words[i / 2]);
-    const int column = i / 4 * 2 + i % 2;
-    codes[i] = divide_code(i % 2 == 0 ? both.x : both.y, grids[column], tops[column]);
-  }
-  return {join_bytes(codes[0], codes[1], codes[2], codes[3]), join_bytes(codes[4], codes[5], codes[6], codes[7])};
-}
-template <bool Bfloat>
-__device__ __forceinline__ uint2 exact_codes(const uint4& rows, const ColumnGrids& grids) {
-  return exact_codes_of<Bfloat>(rows, {grids.min[0], grids.min[1], grids.min[2], grids.min[3]},
-                                {grids.max[0], grids.max[1], grids.max[2], grids.max[3]},
-                                {grids.levels[0], grids.levels[1], grids.levels[2], grids.levels[3]});
+// Whether a place, or one of two packed together, is too near a border of codes.
+__device__ __forceinline__ bool near_border(std::uint32_t closest) {
+  return (closest & 0xFFFFU) <= 2U || closest >> 16 <= 2U;
 }
 
-// Codes of a lane's 8 values of a row tile, a byte each: columns 2t and 2t + 1 of row g, then of row g + 8; in the second
-// word the same of columns 2t + 8 and 2t + 9.
+// Codes of a lane's 8 values of a row tile, a byte each: columns 2t and 2t + 1 of row g, then of row g + 8; in the
+// second word the same of columns 2t + 8 and 2t + 9.
 //
-// In 65536ths the code and a half, rounded to a whole number, is in the low bits of a float: the code is its third byte.
-// It is right to one (15 levels, of which inverse, difference and the CPU's quotient are off by an ulp or two: 0.4, and
-// rounding 0.5), so the code is the CPU's where the lower bytes are not -1, 0 or 1: `closest` falls to the least of them,
-// plus 1, of even and of odd columns.
-template <bool Bfloat>
+// The place of a value is its code and a half in 65536ths, rounded to a whole number, in the low bits of a float: the
+// code is the third byte. It is right to one (15 levels, of which inverse, difference and the CPU's quotient are off by
+// an ulp or two: 0.4, and rounding 0.5), so the code is the CPU's where the lower bytes are not -1, 0 or 1: `closest`
+// falls to the least of them, plus 1, of even and of odd columns. With Exact such places are found by division.
+template <bool Bfloat, bool Exact>
 __device__ __forceinline__ uint2 code_tile(const uint4& rows, const ColumnGrids& grids, std::uint32_t& closest) {
   constexpr float magic = 8388608.0F + 32768.0F;
   const std::uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
   std::uint32_t places[8];
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const float2 both = ptx::widen2<Bfloat>(words[r]);
-    const int column = r / 2 * 2;
-    places[2 * r] =
-        __float_as_uint(__fmaf_rn(__fsub_rn(both.x, grids.min[column]), grids.inverse[column], magic));
-    places[2 * r + 1] =
-        __float_as_uint(__fmaf_rn(__fsub_rn(both.y, grids.min[column + 1]), grids.inverse[column + 1], magic));
-    closest = __viaddmin_u16x2(__byte_perm(places[2 * r], places[2 * r + 1], 0x5410), 0x00010001U, closest);
+  for (int i = 0; i < 8; ++i) {
+    const float2 both = ptx::widen2<Bfloat>(words[i / 2]);
+    const float x = i % 2 == 0 ? both.x : both.y;
+    const int column = i / 4 * 2 + i % 2;
+    places[i] = __float_as_uint(__fmaf_rn(__fsub_rn(x, grids.min[column]), grids.inverse[column], magic));
+    if constexpr (Exact) {
+      if (((places[i] + 1U) & 0xFFFFU) <= 2U) {
+        places[i] = exact_place(x, grids.min[column], grids.max[column], grids.levels[column]);
+      }
+    } else if (i % 2 != 0) {
+      closest = __viaddmin_u16x2(__byte_perm(places[i - 1], places[i], 0x5410), 0x00010001U, closest);
+    }
   }
   const auto third = [&](int i) {
     return __byte_perm(__byte_perm(places[i], places[i + 1], 0x0062), __byte_perm(places[i + 2], places[i + 3], 0x0062),
@@ -193,12 +193,8 @@ __device__ __forceinline__ uint2 code_tile(const uint4& rows, const ColumnGrids&
   return {third(0), third(4)};
 }
 
-__device__ __forceinline__ bool near_border(std::uint32_t closest) {
-  return (closest & 0xFFFFU) <= 2U || closest >> 16 <= 2U;
-}
-
-// Fields of the row tiles of a group, put together: two words of the main plane, and of the plane above it (3-bit codes:
-// of single bits; boosted channels: of their upper two).
+// Fields of the row tiles of a group, put together: two words of the main plane, and of the plane above it (3-bit
+// codes: of single bits; boosted channels: of their upper two).
 template <int Bits, bool Boosted>
 struct GroupWords {
   std::uint32_t main[2] = {0, 0};
@@ -224,7 +220,7 @@ template <class F>
 struct KeySealShared {
   double loudness[F::key.dim];
   std::uint8_t boosted[F::key.dim];
-  std::uint8_t list[F::key.dim];              // boosted channels, ascending
+  std::uint8_t list[F::key.dim];             // boosted channels, ascending
   std::uint8_t above[2][kTile][F::key.dim];  // [group][row of a tile][channel]: upper fields of the group's row tiles
 };
 
@@ -352,22 +348,25 @@ __device__ void seal_keys(const SealJob& job, int boosted, const std::uint8_t* e
       for (int p = 0; p < per_group; ++p) rows[p] = data[tile_of(F::key.bits, group, p) * stride];
       words.main[0] = words.main[1] = 0;
       if constexpr (ranked) words.above[0] = words.above[1] = 0;
-      const auto add = [&](int p, const uint2& codes) {
-        const int token = tile_of(F::key.bits, group, p) * kTile + g;
-        // Codes of sinks are 0.
-        const std::uint32_t kept = (token < job.skip ? 0U : 0xFFFFU) | (token + 8 < job.skip ? 0U : 0xFFFF0000U);
-        words.add(0, codes.x & kept, group, p);
-        words.add(1, codes.y & kept, group, p);
+      const auto add = [&](int p, uint2 codes) {
+        if (job.skip > 0) {  // codes of sinks are 0
+          const int token = tile_of(F::key.bits, group, p) * kTile + g;
+          const std::uint32_t kept = (token < job.skip ? 0U : 0xFFFFU) | (token + 8 < job.skip ? 0U : 0xFFFF0000U);
+          codes.x &= kept;
+          codes.y &= kept;
+        }
+        words.add(0, codes.x, group, p);
+        words.add(1, codes.y, group, p);
       };
       const GroupWords<F::key.bits, ranked> before = words;
       std::uint32_t closest = 0xFFFFFFFFU;
 #pragma unroll
-      for (int p = 0; p < per_group; ++p) add(p, code_tile<F::bfloat>(rows[p], grids, closest));
+      for (int p = 0; p < per_group; ++p) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest));
       if (near_border(closest)) {
         words = before;
 #pragma unroll 1
         for (int p = 0; p < per_group; ++p) {
-          add(p, exact_codes<F::bfloat>(data[tile_of(F::key.bits, group, p) * stride], grids));
+          add(p, code_tile<F::bfloat, true>(data[tile_of(F::key.bits, group, p) * stride], grids, closest));
         }
       }
       const int target = t / 2 + (t % 2 != 0 ? 2 : 0);
@@ -450,13 +449,14 @@ __device__ void seal_values(const SealJob& job, const std::uint8_t* exact, std::
     std::uint32_t closest = 0xFFFFFFFFU;
 #pragma unroll
     for (int p = 0; p < per_group; ++p) {
-      if (!beyond(p)) add(p, code_tile<F::bfloat>(rows[p], grids, closest));
+      if (!beyond(p)) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest));
     }
     if (near_border(closest)) {
       words = before;
 #pragma unroll 1
       for (int p = 0; p < per_group; ++p) {
-        if (!beyond(p)) add(p, exact_codes<F::bfloat>(data[tile_of(F::value.bits, group, p) * 32], grids));
+        if (beyond(p)) continue;
+        add(p, code_tile<F::bfloat, true>(data[tile_of(F::value.bits, group, p) * 32], grids, closest));
       }
     }
     const int place = tile / 2 % 2 * kQuadBytes + lane * 16 + tile % 2 * 8;

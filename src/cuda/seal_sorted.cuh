@@ -85,10 +85,10 @@ __device__ __forceinline__ void load_channel(const std::uint8_t* exact, int chan
 template <class F>
 __device__ void seal_sorted_keys(const SealArgs& args, const SealJob& job, int head, std::uint8_t* memory) {
   auto& shared = *reinterpret_cast<SortedKeyShared<F>*>(memory);
-  const std::uint8_t* exact = args.exact + job.exact_page * args.exact_stride +
-                              static_cast<std::int64_t>(head) * F::exact.page_bytes();
-  std::uint8_t* keys = args.pages + job.page * args.page_stride +
-                       static_cast<std::int64_t>(head) * (args.key_bytes + F::value.bytes());
+  const std::uint8_t* exact =
+      args.exact + job.exact_page * args.exact_stride + static_cast<std::int64_t>(head) * F::exact.page_bytes();
+  std::uint8_t* keys =
+      args.pages + job.page * args.page_stride + static_cast<std::int64_t>(head) * (args.key_bytes + F::value.bytes());
   const int thread = static_cast<int>(threadIdx.x);
   if (job.skip > 0) {  // codes of sinks are 0
     for (int i = thread; i < kPage * SortedKeyShared<F>::stride / 4; i += kSortedThreads) {
@@ -138,21 +138,19 @@ __device__ void seal_sorted_keys(const SealArgs& args, const SealJob& job, int h
 
 // ---- values
 
-// Tokens of a page in the order in which blocks take them: those of a code word, 2t, 2t + 1, 2t + 8 and 2t + 9 of a tile,
-// follow each other.
+// Tokens of a page in the order in which blocks take them: those of a code word, 2t, 2t + 1, 2t + 8 and 2t + 9 of a
+// tile, follow each other.
 __device__ __forceinline__ int token_of(int number) {
   return number / 16 * 16 + number % 16 / 4 * 2 + number % 2 + number % 4 / 2 * 8;
 }
 
-// Every eighth channel of a token, rotated and divided by the block as the CPU does it: the same additions. Value m goes
-// to to[m * stride]; returns the thread's range.
+// Every eighth channel of a token, rotated and divided by the block as the CPU does it: the same additions. Value m
+// goes to to[m * stride]; returns the thread's range.
 template <class F, int Rotation>
-__device__ __forceinline__ float2 load_rotated(const std::uint8_t* exact, int number, int lane, float* to,
-                                               int stride) {
+__device__ __forceinline__ float2 load_rotated(const std::uint8_t* exact, int number, int lane, float* to, int stride) {
   constexpr int count = F::value.dim / kRowLanes;
-  const auto* from = reinterpret_cast<const uint2*>(exact + number / 16 * F::exact.tile_bytes() +
-                                                    F::exact.key_bytes() + lane * 64 + number % 16 / 4 * 16 +
-                                                    number % 4 / 2 * 8);
+  const auto* from = reinterpret_cast<const uint2*>(exact + number / 16 * F::exact.tile_bytes() + F::exact.key_bytes() +
+                                                    lane * 64 + number % 16 / 4 * 16 + number % 4 / 2 * 8);
   float x[count];
   {
     uint2 pairs[count / 2];  // channels lane and lane + 8 of each sixteen
@@ -268,8 +266,8 @@ __device__ void seal_rotated_values(const SealArgs& args, const SealJob& job, in
   const int threads = shared.threads();
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   const std::int64_t head_bytes = args.key_bytes + F::value.bytes();
-  const std::uint8_t* exact = args.exact + job.exact_page * args.exact_stride +
-                              static_cast<std::int64_t>(first_head) * F::exact.page_bytes();
+  const std::uint8_t* exact =
+      args.exact + job.exact_page * args.exact_stride + static_cast<std::int64_t>(first_head) * F::exact.page_bytes();
   std::uint8_t* pages = args.pages + job.page * args.page_stride + first_head * head_bytes + args.key_bytes;
   float* rows = shared.rows(memory);
   float2* ranges = shared.ranges(memory);
@@ -309,8 +307,7 @@ __device__ void seal_rotated_values(const SealArgs& args, const SealJob& job, in
       }
     });
     for (int head = lane; head < shared.heads; head += kRowLanes) {
-      auto* out =
-          reinterpret_cast<std::uint16_t*>(pages + head * head_bytes + value_endpoint_offset(F::value, token));
+      auto* out = reinterpret_cast<std::uint16_t*>(pages + head * head_bytes + value_endpoint_offset(F::value, token));
       out[0] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(ends.min, 0));
       out[64] = static_cast<std::uint16_t>(ptx::narrow2<F::bfloat>(ends.max, 0));
     }

@@ -22,7 +22,7 @@ struct SortedKeyShared {
   double four_energy[fours];
   float low[dim], high[dim];
   int four_width[fours];
-  int counts[6];  // fours per class
+  int counts[6];             // fours per class
   std::uint8_t sorted[dim];  // channels by energy
   std::uint8_t ranks[dim];   // and the inverse
   std::uint8_t widths[dim];  // by channel

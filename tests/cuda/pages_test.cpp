@@ -38,7 +38,8 @@ TEST(GpuPages, TiesAndConstantRowsAreSealedAlike) {
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=3,v=3", "kivi:k=4,v=4", "kitty", "small", "balanced"}) {
     for (const int kinds : {1, 2, 7, 40}) {
       SCOPED_TRACE(std::string(recipe) + " " + std::to_string(kinds));
-      const Recipe parsed = parse_recipe(std::string(recipe) + (std::strchr(recipe, ':') != nullptr ? ",window=0" : ":window=0"));
+      const Recipe parsed =
+          parse_recipe(std::string(recipe) + (std::strchr(recipe, ':') != nullptr ? ",window=0" : ":window=0"));
       PagePool pool(parsed, shape, 4, 4);
       Batch batch(pool, 1, 512);
       Sequence sequence(pool);

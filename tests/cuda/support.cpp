@@ -165,9 +165,7 @@ Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
             PagePool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages)) {}
 
 Twins::Twins(const Shape& s, unsigned seed, PagePool own_pool)
-    : shape(s),
-      pool(std::move(own_pool)),
-      batch(pool, static_cast<int>(s.lengths.size()) + 1, 1 << 20) {
+    : shape(s), pool(std::move(own_pool)), batch(pool, static_cast<int>(s.lengths.size()) + 1, 1 << 20) {
   std::mt19937 random(seed);
   for (const std::int64_t length : s.lengths) {
     Cache cache(parse_recipe(s.recipe), s.cache);
