@@ -109,8 +109,8 @@ class Batch {
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
-  // Encodes every full page that has at least recipe.window newer tokens, in one kernel (waterfill: two). Returns how
-  // many pages. waterfill's widths follow the ranges of the channels: the device sees no queries (PageStore::observe).
+  // Encodes every full page that has at least recipe.window newer tokens, 256 pages a launch. Returns how many pages.
+  // waterfill's widths follow the ranges of the channels: the device sees no queries (PageStore::observe).
   int seal_ready(void* stream);
 
   int size() const;

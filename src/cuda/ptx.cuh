@@ -97,13 +97,6 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// The larger one; NaN if either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 template <int Bit>
 __device__ __forceinline__ float xor_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, Bit));
