@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make bench-gpu: decode and prefill attention on one GPU, and torch's best fp16 attention in the same run if torch is there.
-# usage: tools/bench_gpu.sh [table|more|prefill|all]   one JSON line per figure, then the table
+# usage: tools/bench_gpu.sh [table|more|prefill|seal|all]   one JSON line per figure, then the table
 source "$(dirname "$0")/common.sh"
 
 "$ROOT/tools/build.sh" release -DKVANT_BUILD_BENCH=ON -DKVANT_CUDA=ON

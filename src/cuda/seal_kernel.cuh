@@ -146,7 +146,9 @@ struct ColumnGrids {
     min[i] = low;
     max[i] = high;
     levels[i] = count;
-    inverse[i] = high > low ? static_cast<float>(count << 16) * ptx::reciprocal(high - low) : 0.0F;
+    // Ranges beyond 2^126 (bfloat16) have no inverse: a NaN is near every border.
+    const float rate = static_cast<float>(count << 16) * ptx::reciprocal(high - low);
+    inverse[i] = high > low ? (rate > 0 ? rate : NAN) : 0.0F;
   }
 };
 

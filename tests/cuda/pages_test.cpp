@@ -47,8 +47,8 @@ TEST(GpuPages, TiesAndConstantRowsAreSealedAlike) {
       batch.bind(std::span(&pointer, 1), nullptr);
       std::mt19937 random(static_cast<unsigned>(kinds));
       std::vector<std::uint16_t> rows(256 * 2 * 128);
-      for (std::size_t i = 0; i < rows.size(); ++i) {
-        rows[i] = base::float_to_half(static_cast<float>(1 + random() % static_cast<unsigned>(kinds)) * 0.25F);
+      for (std::uint16_t& x : rows) {
+        x = base::float_to_half(static_cast<float>(1 + random() % static_cast<unsigned>(kinds)) * 0.25F);
       }
       Guarded device(rows.size() * 2);
       device.write(rows.data());
