@@ -6,8 +6,6 @@
 // spread over all threads, and the values wait in shared memory.
 #pragma once
 
-#include "cuda/seal_grid.cuh"
-#include "cuda/seal_kernel.cuh"
 #include "cuda/seal_widths.cuh"
 
 namespace kvant::cuda {

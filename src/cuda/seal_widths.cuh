@@ -1,8 +1,8 @@
 // Ranges, widths and places of the key channels of a waterfill page.
 #pragma once
 
+#include "cuda/seal_columns.cuh"
 #include "cuda/seal_grid.cuh"
-#include "cuda/seal_kernel.cuh"
 
 namespace kvant::cuda {
 
