@@ -237,7 +237,8 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   DecodeVariant variant = variant_of(pool.format);
   variant.n_tiles = rows * args.group > 4 ? 2 : 1;
   const DecodeKernel* flat = find_flat(variant, args.key_bytes);
-  impl.prefill = find_prefill_kernel(pool.format);
+  impl.block = find_block_kernel(pool.format, pool.block, std::int64_t{rows} * args.group);
+  impl.prefill = impl.block ? &*impl.block : find_prefill_kernel(pool.format);
   impl.path = choose_path(path, rows, flat != nullptr, impl.prefill != nullptr);
   if (impl.path == AttendPath::integer) {
     impl.split_integer(*flat, headroom);
@@ -267,11 +268,12 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
   args.lse = lse;
   if (impl.sequences == 0) return;
   if (impl.path == AttendPath::reference) {
-    launch_reference(impl.batch->pool->format, args, impl.reference, impl.sequences, stream);
+    launch_reference(impl.batch->pool->format, impl.batch->pool->block, args, impl.reference, impl.sequences, stream);
     return;
   }
   if (impl.path == AttendPath::prefill) {
-    launch_prefill(*impl.prefill, args, impl.reference, impl.prefill_split, impl.sequences, stream);
+    launch_prefill(*impl.prefill, args, impl.reference, impl.batch->pool->block, impl.prefill_split, impl.sequences,
+                   stream);
     return;
   }
   launch_decode(*impl.kernel, args, impl.inlined, impl.plan.split.groups, impl.plan.split.ranks, impl.options.overlap,
@@ -285,7 +287,8 @@ AttendPath AttendPlan::path() const {
 std::string AttendPlan::describe() const {
   if (impl_->path == AttendPath::reference) return "reference";
   if (impl_->path == AttendPath::prefill) {
-    return "prefill, " + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
+    const std::string name = impl_->prefill->block ? "prefill over CPU blocks, " : "prefill, ";
+    return name + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
            std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +
            " parts";
   }

@@ -1,6 +1,7 @@
 // The inside of AttendPlan.
 #pragma once
 
+#include "cuda/block.hpp"
 #include "cuda/decode.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/pool.hpp"
@@ -16,6 +17,7 @@ struct AttendPlan::Impl {
   AttendPath path = AttendPath::integer;
   const DecodeKernel* kernel = nullptr;    // of the integer path
   const PrefillKernel* prefill = nullptr;  // of the prefill path
+  std::optional<PrefillKernel> block;      // `prefill` over block pages
   PrefillSplit prefill_split;
   Plan plan;
   DecodeArgs args;

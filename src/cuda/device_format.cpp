@@ -326,6 +326,14 @@ KeyFormat key_format(const TileLayout& tile, int dim, int boosted) {
 
 }  // namespace
 
+void check_device_shape(const Recipe& recipe, const CacheShape& shape) {
+  if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
+  for (const int dim : {shape.key_dim, shape.value_dim}) {
+    if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
+  }
+  if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+}
+
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
   const PageLayout layout = make_layout(recipe, shape);
   const std::string served = "; on the GPU: kivi, kitty, waterfill";
@@ -339,11 +347,7 @@ DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape) {
   }
   if (layout.key.feedback) refuse("recipe '" + to_text(recipe) + "' feeds errors of keys back by queries" + served);
   if (layout.salient > 0) refuse("recipe '" + to_text(recipe) + "' orders the tokens of a page" + served);
-  if (recipe.page != kPage) refuse("recipe key 'page' is " + std::to_string(recipe.page) + "; on the GPU: 128");
-  for (const int dim : {shape.key_dim, shape.value_dim}) {
-    if (!is_dim(dim)) refuse("head dimension is " + std::to_string(dim) + "; on the GPU: 64, 96, 128, 192, 256");
-  }
-  if (shape.dtype == DType::f32) refuse("cache type is f32; on the GPU: f16, bf16");
+  check_device_shape(recipe, shape);
   DeviceFormat format;
   format.boosted = boosted_channels(layout.key);
   format.key = key_format(layout.key, shape.key_dim, format.boosted);

@@ -20,7 +20,12 @@ struct DeviceFormat {
   KVANT_BOTH std::size_t head_bytes() const { return static_cast<std::size_t>(key.bytes() + value.bytes()); }
 };
 
-// Throws Error(invalid_argument) naming what the device kernels do not take.
+// Throws Error(invalid_argument) where pages of the shape cannot be on the device in any format: tokens of a page, head
+// dimensions, type.
+void check_device_shape(const Recipe& recipe, const CacheShape& shape);
+
+// The tuned format of the integer kernels. Throws Error(invalid_argument) naming what they do not take (block pages may:
+// block.hpp).
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape);
 
 // One head of a sealed page: `block` is the whole page of layout.page_bytes, `device` has format.head_bytes(). The two

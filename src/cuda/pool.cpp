@@ -35,7 +35,9 @@ bool is_available() noexcept {
 }
 
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape) {
-  return make_device_format(recipe, shape).head_bytes() * static_cast<std::size_t>(shape.kv_heads);
+  const PoolFormat format = choose_format(recipe, shape);
+  if (format.block.present()) return static_cast<std::size_t>(format.block.page_bytes);
+  return format.device.head_bytes() * static_cast<std::size_t>(shape.kv_heads);
 }
 
 // ---- Numbers
@@ -72,10 +74,14 @@ int checked_count(const char* name, int count) {
 }  // namespace
 
 PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, int page_count, int exact_count)
+    : Impl(r, s, choose_format(r, s), page_count, exact_count) {}
+
+PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& chosen, int page_count, int exact_count)
     : recipe(r),
       shape(s),
       layout(make_layout(r, s)),
-      format(make_device_format(r, s)),
+      format(chosen.device),
+      block(chosen.block),
       pages(base::checked_multiply(page_stride(), static_cast<std::size_t>(checked_count("pages", page_count)))),
       exact(
           base::checked_multiply(exact_stride(), static_cast<std::size_t>(checked_count("exact_pages", exact_count)))),
@@ -159,7 +165,8 @@ std::vector<int> first_cells(int count) {
 
 void upload_sealed(const PagePool::Impl& pool, std::int32_t number, std::span<const std::byte> block) {
   std::vector<std::byte> image(pool.page_stride());
-  for (int head = 0; head < pool.shape.kv_heads; ++head) {
+  if (pool.block.present()) std::copy(block.begin(), block.end(), image.begin());
+  for (int head = 0; !pool.block.present() && head < pool.shape.kv_heads; ++head) {
     to_device(
         pool.format, pool.layout, block, head,
         std::span(image).subspan(static_cast<std::size_t>(head) * pool.format.head_bytes(), pool.format.head_bytes()));
@@ -216,6 +223,7 @@ std::vector<std::byte> Sequence::download_block(std::int64_t page) const {
   check(cudaMemcpy(image.data(), p.page(impl_->pages[static_cast<std::size_t>(page)]), image.size(),
                    cudaMemcpyDeviceToHost),
         "download of a page");
+  if (p.block.present()) return image;
   std::vector<std::byte> block(p.layout.page_bytes);
   for (int head = 0; head < p.shape.kv_heads; ++head) {
     from_device(p.format, p.layout,

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cuda/block.hpp"
 #include "cuda/device_buffer.hpp"
 #include "cuda/device_format.hpp"
 #include "cuda/seal.hpp"
@@ -29,13 +30,18 @@ struct PagePool::Impl {
   CacheShape shape;
   PageLayout layout;
   DeviceFormat format;
+  BlockFormat block;  // present(): pages are blocks
   DeviceBuffer<std::uint8_t> pages;
   DeviceBuffer<std::uint8_t> exact;
   Numbers page_numbers;
   Numbers exact_numbers;
 
   Impl(const Recipe& r, const CacheShape& s, int page_count, int exact_count);
-  std::size_t page_stride() const { return format.head_bytes() * static_cast<std::size_t>(shape.kv_heads); }
+  Impl(const Recipe& r, const CacheShape& s, const PoolFormat& chosen, int page_count, int exact_count);
+  std::size_t page_stride() const {
+    if (block.present()) return static_cast<std::size_t>(block.page_bytes);
+    return format.head_bytes() * static_cast<std::size_t>(shape.kv_heads);
+  }
   std::size_t exact_stride() const {
     return static_cast<std::size_t>(format.exact.page_bytes()) * static_cast<std::size_t>(shape.kv_heads);
   }

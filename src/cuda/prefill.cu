@@ -140,11 +140,12 @@ std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& s
 }
 
 void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
-                    const PrefillSplit& split, int sequences, void* stream) {
+                    const BlockFormat& block, const PrefillSplit& split, int sequences, void* stream) {
   const auto heads = static_cast<unsigned>(args.kv_heads);
   int parts = split.parts;
-  // The runtime copies parameters during the call and writes none of them.
-  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts};
+  // The runtime copies parameters during the call, as many as the kernel has, and writes none of them.
+  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts,
+                        const_cast<BlockFormat*>(&block)};
   check(cudaLaunchKernel(
             kernel.function,
             dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)),

@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "cuda/block_format.hpp"
 #include "cuda/decode_args.hpp"
 #include "cuda/device_format.hpp"
 #include "cuda/reference.hpp"
@@ -19,6 +20,8 @@ struct PrefillKernel {
   int vectors = 0;  // query vectors of a thread block; vector v is row v / group, head v % group
   int threads = 0;
   int shared_bytes = 0;
+  bool block = false;  // over block pages (block.hpp); of the formats above only dimensions count then
+  bool few = false;    // for few vectors
 };
 
 // How one call is cut: a thread block per (block of vectors, KV head, sequence, part of the tokens).
@@ -43,8 +46,9 @@ int choose_parts(std::int64_t items, std::int64_t stages, int slots);
 std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& split, int kv_heads, int sequences);
 
 // `layout` says which pages of a sequence are coded and how many sinks it has, as for the reference kernel. Segments
-// and counters of args are not read; args.partials must have prefill_workspace() floats.
+// and counters of args are not read; args.partials must have prefill_workspace() floats. block: read by kernels over
+// block pages.
 void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
-                    const PrefillSplit& split, int sequences, void* stream);
+                    const BlockFormat& block, const PrefillSplit& split, int sequences, void* stream);
 
 }  // namespace kvant::cuda

@@ -6,71 +6,11 @@
 
 #include "cuda/prefill.hpp"
 #include "cuda/prefill_mma.cuh"
+#include "cuda/prefill_stages.cuh"
+#include "cuda/prefill_tiles.cuh"
 #include "cuda/prefill_wgmma.cuh"
 
 namespace kvant::cuda {
-
-// The tokens that a block of vectors sees, in stages of 64: coded half pages, then sinks, then the open tail.
-class StageList {
- public:
-  // Tokens [begin, end) are what any vector of the block sees.
-  template <class C>
-  __device__ static StageList make(const DecodeArgs& args, const ReferenceArgs& layout, int sequence, int head,
-                                   int begin, int end) {
-    StageList list(args, sequence);
-    const int coded = layout.coded_pages[sequence];
-    list.sinks_ = layout.sinks[sequence];
-    list.tail_begin_ = coded * kPage;
-    list.coded0_ = max(layout.first_page[sequence] * 2, begin / kStageTokens);
-    list.coded_ = max(0, min(coded * 2, stages(end)) - list.coded0_);
-    list.sink_ = begin < list.sinks_ ? stages(min(list.sinks_, end)) : 0;
-    list.tail0_ = max(list.tail_begin_, begin / kStageTokens * kStageTokens);
-    list.count_ = list.coded_ + list.sink_ + max(0, stages(end - list.tail0_));
-    list.page_offset_ = static_cast<std::int64_t>(head) * (C::key.bytes() + C::value.bytes());
-    list.exact_offset_ = static_cast<std::int64_t>(head) * C::exact.page_bytes();
-    list.tile_bytes_ = C::exact.tile_bytes();
-    return list;
-  }
-
-  __device__ int count() const { return count_; }
-  __device__ Stage get(int i) const {
-    Stage stage;
-    if (i < coded_) {
-      stage.position = (coded0_ + i) * kStageTokens;
-      stage.first = sinks_;
-      stage.coded = true;
-      stage.data = args_.pages + table_[stage.position / kPage] * args_.page_stride + page_offset_;
-      return stage;
-    }
-    const bool sink = i < coded_ + sink_;
-    int slot = 0;
-    if (sink) {
-      stage.position = (i - coded_) * kStageTokens;
-      stage.end = sinks_;
-    } else {
-      stage.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
-      slot = 1 + (stage.position - tail_begin_) / kPage;
-    }
-    stage.data = args_.exact + exact_table_[slot] * args_.exact_stride + exact_offset_ +
-                 stage.position % kPage / kTile * tile_bytes_;
-    return stage;
-  }
-
- private:
-  __device__ StageList(const DecodeArgs& args, int sequence)
-      : args_(args),
-        table_(args.table + sequence * args.table_stride),
-        exact_table_(args.exact_table + sequence * args.exact_table_stride) {}
-  __device__ static int stages(int tokens) { return (tokens + kStageTokens - 1) / kStageTokens; }
-
-  const DecodeArgs& args_;
-  const std::int32_t* table_;
-  const std::int32_t* exact_table_;
-  std::int64_t page_offset_ = 0, exact_offset_ = 0;
-  int tile_bytes_ = 0;
-  int sinks_ = 0, tail_begin_ = 0, coded0_ = 0, tail0_ = 0;
-  int coded_ = 0, sink_ = 0, count_ = 0;  // stages
-};
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
@@ -97,7 +37,9 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const int fewest = before + segment.vector0 / args.group;
   const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
   const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
-  const StageList stages = StageList::make<C>(args, layout, segment.sequence, segment.kv_head, begin, max(0, most));
+  const StageList stages(args, layout,
+                         {C::key.bytes() + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()},
+                         segment.sequence, segment.kv_head, begin, max(0, most));
   const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
   const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
 

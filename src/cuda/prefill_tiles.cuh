@@ -8,11 +8,9 @@
 #pragma once
 
 #include "cuda/decode_unit.cuh"
+#include "cuda/prefill_stages.cuh"
 
 namespace kvant::cuda {
-
-constexpr int kStageTokens = 64;  // half a page
-constexpr int kStageTiles = kStageTokens / kTile;
 
 // F: key, value, bfloat. Wgmma: for the warpgroup instructions of sm_90a, else those of sm_80.
 template <class F, bool Wgmma>
@@ -29,6 +27,8 @@ struct PrefillConfig {
   static constexpr int m_tiles = !Wgmma && value.dim <= 128 ? 2 : 1;
   static constexpr int vectors = warps * m_tiles * 16;
   static constexpr int blocks = !Wgmma || value.dim <= 128 ? 2 : 1;  // of a multiprocessor: one computes, one unpacks
+  static constexpr int own_tiles = kStageTiles;  // a warp has vectors of its own and all tokens of a stage
+  static constexpr bool shared_vectors = false;
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 

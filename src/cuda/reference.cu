@@ -1,3 +1,4 @@
+#include "cuda/block_reader.hpp"
 #include "cuda/check.hpp"
 #include "cuda/ptx.cuh"
 #include "cuda/reference.hpp"
@@ -31,6 +32,7 @@ struct CodedPage {
   const std::uint8_t* keys;
   int boosted;
 
+  __device__ int token(int place) const { return place; }
   // The channel in place i of the page.
   __device__ int channel(int i) const { return f.key.sorted() ? keys[f.key.index_offset() + i] : i; }
   __device__ double key(int token, int i) const {
@@ -96,10 +98,36 @@ struct CodedPage {
   }
 };
 
-// One block per (query head, row, sequence), page by page: a thread per token for scores, per channel for outputs.
+// The two kinds of coded pages of one head; null: the page is exact, nothing of it is read.
 template <bool Bfloat>
+struct TunedPages {
+  const DeviceFormat f;
+
+  __device__ CodedPage<Bfloat> get(const DecodeArgs& args, const std::uint8_t* page, int head) const {
+    const std::int64_t offset = static_cast<std::int64_t>(head) * static_cast<std::int64_t>(f.head_bytes());
+    return {f, page == nullptr ? nullptr : page + offset, args.boosted};
+  }
+};
+
+template <bool Bfloat>
+struct WidenPair {
+  __device__ double operator()(const std::uint8_t* p) const { return widen<Bfloat>(p); }
+};
+
+template <bool Bfloat>
+struct BlockPages {
+  const BlockFormat f;
+
+  // A page that is not read may be any bytes: the counts of its widths are still looked at.
+  __device__ BlockReader<WidenPair<Bfloat>> get(const DecodeArgs& args, const std::uint8_t* page, int head) const {
+    return {f, page == nullptr ? args.pages : page, head, {}};
+  }
+};
+
+// One block per (query head, row, sequence), page by page: a thread per place for scores, per channel for outputs.
+template <bool Bfloat, class Pages>
 __global__ void __launch_bounds__(kThreads)
-    reference_kernel(const DecodeArgs args, const ReferenceArgs reference, const DeviceFormat f) {
+    reference_kernel(const DecodeArgs args, const ReferenceArgs reference, const DeviceFormat f, const Pages pages) {
   __shared__ double weight[kPage];
   __shared__ double q[256];
   __shared__ double turned[256];
@@ -135,15 +163,10 @@ __global__ void __launch_bounds__(kThreads)
       exact = args.exact + exact_table[is_sink ? 0 : 1 + page - coded] * args.exact_stride +
               static_cast<std::int64_t>(kv_head) * f.exact.page_bytes();
     }
-    const CodedPage<Bfloat> coded_page{
-        f,
-        is_exact ? nullptr
-                 : args.pages + table[page] * args.page_stride +
-                       static_cast<std::int64_t>(kv_head) * static_cast<std::int64_t>(f.head_bytes()),
-        args.boosted};
+    const auto coded_page = pages.get(args, is_exact ? nullptr : args.pages + table[page] * args.page_stride, kv_head);
     __syncthreads();
     if (thread < kPage) {
-      const int at = position + thread;
+      const int at = position + (is_exact ? thread : coded_page.token(thread));
       double score = 0;
       for (int d = 0; d < f.key.dim; ++d) {
         score += is_exact ? q[d] * widen<Bfloat>(exact + f.exact.key_at(thread, d))
@@ -205,13 +228,23 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_reference(const DeviceFormat& format, const DecodeArgs& args, const ReferenceArgs& reference, int sequences,
-                      void* stream) {
+void launch_reference(const DeviceFormat& format, const BlockFormat& block, const DecodeArgs& args,
+                      const ReferenceArgs& reference, int sequences, void* stream) {
   if (sequences == 0) return;
   const dim3 grid(static_cast<unsigned>(args.kv_heads * args.group), static_cast<unsigned>(args.rows),
                   static_cast<unsigned>(sequences));
-  const auto kernel = format.bfloat ? &reference_kernel<true> : &reference_kernel<false>;
-  kernel<<<grid, kThreads, 0, as_stream(stream)>>>(args, reference, format);
+  const auto launch = [&](const auto kernel, const auto& pages) {
+    kernel<<<grid, kThreads, 0, as_stream(stream)>>>(args, reference, format, pages);
+  };
+  if (block.present() && format.bfloat) {
+    launch(&reference_kernel<true, BlockPages<true>>, BlockPages<true>{block});
+  } else if (block.present()) {
+    launch(&reference_kernel<false, BlockPages<false>>, BlockPages<false>{block});
+  } else if (format.bfloat) {
+    launch(&reference_kernel<true, TunedPages<true>>, TunedPages<true>{format});
+  } else {
+    launch(&reference_kernel<false, TunedPages<false>>, TunedPages<false>{format});
+  }
   check(cudaGetLastError(), "launch of the reference kernel");
 }
 

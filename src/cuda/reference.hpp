@@ -1,6 +1,7 @@
 // Attention by definition, in binary64: the cross-check of the integer kernels and the path of shapes without one.
 #pragma once
 
+#include "cuda/block_format.hpp"
 #include "cuda/decode_args.hpp"
 #include "cuda/device_format.hpp"
 
@@ -13,7 +14,8 @@ struct ReferenceArgs {
   const std::int32_t* sinks = nullptr;        // [sequence]
 };
 
-void launch_reference(const DeviceFormat& format, const DecodeArgs& args, const ReferenceArgs& reference, int sequences,
-                      void* stream);
+// block: where it is present, pages are blocks.
+void launch_reference(const DeviceFormat& format, const BlockFormat& block, const DecodeArgs& args,
+                      const ReferenceArgs& reference, int sequences, void* stream);
 
 }  // namespace kvant::cuda

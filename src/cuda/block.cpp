@@ -1,0 +1,84 @@
+#include "cuda/block.hpp"
+
+#include <vector>
+
+#include "cuda/check.hpp"
+#include "cuda/decode.hpp"
+
+namespace kvant::cuda {
+
+// One table per generated instance file (CMakeLists.txt lists them in block_tables.inc).
+#define KVANT_BLOCK_TABLE(name) std::span<const BlockKernel> name();
+#include "block_tables.inc"
+#undef KVANT_BLOCK_TABLE
+
+namespace {
+
+constexpr int kMostShared = 227 * 1024;  // bytes that any device gives a block
+constexpr int kFewVectors = 32;          // up to here blocks of 16 vectors are faster than those of 64 and more
+
+std::vector<BlockKernel> collect() {
+  std::vector<BlockKernel> kernels;
+#define KVANT_BLOCK_TABLE(name) \
+  for (const BlockKernel& kernel : name()) kernels.push_back(kernel);
+#include "block_tables.inc"
+#undef KVANT_BLOCK_TABLE
+  return kernels;
+}
+
+int most_shared_bytes() {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return most;
+}
+
+std::optional<DeviceFormat> tuned_format(const Recipe& recipe, const CacheShape& shape) {
+  try {
+    return make_device_format(recipe, shape);
+  } catch (const Error&) {  // why does not matter: blocks hold nearly everything, and say what they do not
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::span<const BlockKernel> block_kernels() {
+  static const std::vector<BlockKernel> kernels = collect();
+  return kernels;
+}
+
+std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format,
+                                               std::int64_t vectors) {
+  std::optional<PrefillKernel> best;
+  if (!format.present()) return best;
+  const int most = most_shared_bytes();
+  for (const BlockKernel& kernel : block_kernels()) {
+    if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
+    const int bytes = BlockShared(format, kernel.vectors, kernel.few).bytes;
+    if (bytes > most || (best && kernel.few != (vectors <= kFewVectors))) continue;
+    best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,
+                         kernel.function, kernel.vectors, kernel.threads, bytes};
+    best->block = true;
+    best->few = kernel.few;
+  }
+  return best;
+}
+
+PoolFormat choose_format(const Recipe& recipe, const CacheShape& shape) {
+  if (const std::optional<DeviceFormat> tuned = tuned_format(recipe, shape)) {
+    const DecodeKernel* kernel = find_decode_kernel(variant_of(*tuned));
+    if (kernel != nullptr && kernel->shared_bytes(tuned->key.bytes()) <= kMostShared) return {*tuned, {}};
+  }
+  PoolFormat format;
+  format.block = make_block_format(recipe, shape);
+  format.device.key = {0, shape.key_dim, 0};
+  format.device.value = {0, shape.value_dim};
+  format.device.exact = {shape.key_dim, shape.value_dim};
+  format.device.rotation = format.block.value.rotation;
+  format.device.bfloat = shape.dtype == DType::bf16;
+  return format;
+}
+
+}  // namespace kvant::cuda

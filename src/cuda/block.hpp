@@ -1,0 +1,37 @@
+// The kernels over block pages as prefill kernels, and what a pool's pages are.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include "cuda/block_format.hpp"
+#include "cuda/prefill.hpp"
+
+namespace kvant::cuda {
+
+struct BlockKernel {
+  int value_dim = 0;
+  bool bfloat = false;
+  bool few = false;  // up to 16 vectors a block, else many
+  const void* function = nullptr;
+  int vectors = 0;
+  int threads = 0;
+};
+
+std::span<const BlockKernel> block_kernels();
+
+// The kernel for so many query vectors per KV head and sequence; none where this build has none of the shape, or where
+// the current device gives a block too little shared memory.
+std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format,
+                                               std::int64_t vectors);
+
+struct PoolFormat {
+  DeviceFormat device;
+  BlockFormat block;  // present(): pages are blocks, and of `device` only dimensions and types count
+};
+
+// A tuned format where the recipe has one and this build a kernel of it, else blocks. Throws Error(invalid_argument)
+// naming what neither holds.
+PoolFormat choose_format(const Recipe& recipe, const CacheShape& shape);
+
+}  // namespace kvant::cuda

@@ -1,0 +1,219 @@
+// Block pages: the device page of recipes without a tuned format (page_format.hpp) is the CPU's sealed block, byte for
+// byte. A BlockFormat is PageLayout cut down to what kernels read, a parameter of the launch: nothing is compiled per
+// recipe. The functions here say where things lie, for kernels, the reference and host tests alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/page_format.hpp"
+#include "kvant/layout.hpp"
+
+namespace kvant::cuda {
+
+constexpr int kBlockPlanes = 4;
+constexpr int kTableStepsOnDevice = 254;  // steps of the grid that table entries count (src/cache/tile.hpp)
+
+// PlaneLayout (src/tiles/plane.hpp has the bit order).
+struct alignas(16) BlockPlane {
+  std::int16_t bits = 0;
+  std::int16_t shift = 0;
+  std::int16_t first = 0;  // fours of depth indices
+  std::int16_t fours = 0;
+  std::int32_t depth = 0;   // depth indices; the last four may not be full
+  std::int32_t offset = 0;  // bytes from the head's block
+
+  KVANT_BOTH constexpr bool covers(int i) const { return i >= kFour * first && i < kFour * first + depth; }
+  KVANT_BOTH constexpr int largest() const { return ((1 << bits) - 1) << shift; }
+};
+
+// OutlierLayout. Offsets count from where those of the grid do.
+struct BlockOutliers {
+  std::int32_t per_vector = 0;  // slots of a key channel; 0: no list
+  std::int32_t slots = 0;
+  std::int32_t value_offset = 0;
+  std::int32_t row_offset = 0;    // 1 byte each: no dimension is above 256
+  std::int32_t depth_offset = 0;  // shared lists
+  std::int32_t start_offset = 0;
+};
+
+// TileLayout. Offsets are bytes from the head's block, but those of a shared grid and its outliers, which count from
+// the page.
+struct BlockTile {
+  std::int32_t rows = 0;   // keys: tokens; values: channels
+  std::int32_t depth = 0;  // keys: channels; values: tokens
+  std::int32_t first = 0;  // keys: the place in the page of row 0
+  std::int32_t plane_count = 0;
+  BlockPlane planes[kBlockPlanes];  // where all pages have the same
+  std::int32_t plane_offset = 0;
+  std::int32_t min_offset = 0;
+  std::int32_t max_offset = 0;
+  std::int32_t order_offset = -1;   // a byte per depth index: its channel; -1: in order
+  std::int32_t counts_offset = -1;  // -1: the planes above; else they follow from the counts of width classes
+  std::int32_t factor_offset = -1;  // values: a factor per channel; -1: none
+  std::int32_t rotation = 1;
+  std::int32_t shared_grid = 0;
+  std::int32_t table_bits = 0;  // of a code that `table` turns into a step of the grid; 0: codes are steps
+  std::int32_t wide = 0;        // 1: steps above 127 occur
+  std::uint32_t table[4] = {};
+  BlockOutliers outliers;
+};
+
+struct BlockFormat {
+  BlockTile key;
+  BlockTile rest;  // keys of the tokens that are not salient; rows is 0 where a page has one key tile
+  BlockTile value;
+  std::int32_t head_bytes = 0;
+  std::int32_t page_bytes = 0;
+  std::int32_t kv_heads = 0;
+  std::int32_t tokens_offset = -1;  // from the head's block: which token is in each place; -1: in order
+
+  KVANT_BOTH constexpr bool present() const { return page_bytes > 0; }
+};
+
+// Throws Error(invalid_argument) naming what block pages cannot hold: keys before RoPE, pages of other than 128 tokens,
+// other head dimensions and types than the device's.
+BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape);
+
+// ---- where things lie
+
+// The codes of one row and four depth indices of a plane: byte b of the 4 bytes at `byte` (from the plane's start) has
+// that of depth index 4 four + b at bit `shift`.
+struct BlockWord {
+  int byte = 0;
+  int shift = 0;
+};
+
+// log2 of the fours that share a word group, for blocks of 1, 2 or 4 row tiles (kvant::tiles::group_shift).
+KVANT_BOTH constexpr int block_group_shift(int bits, int tiles) {
+  return 3 - (bits >> 1) - (tiles >> 1);
+}
+KVANT_BOTH constexpr int block_groups(int bits, int tiles, int fours) {
+  const int shift = block_group_shift(bits, tiles);
+  return (fours + (1 << shift) - 1) >> shift;
+}
+
+// tile: row tile of `row_tiles`; lane: row in it; four: of the plane's `fours`.
+KVANT_BOTH constexpr BlockWord block_word(int bits, int row_tiles, int fours, int tile, int lane, int four) {
+  const int most = bits == 4 ? 2 : 4;
+  const int log = bits == 4 ? 1 : 2;
+  const int whole = row_tiles >> log;  // blocks of the most row tiles; then one of 2, one of 1
+  int tiles = most;
+  int in = tile & (most - 1);
+  int offset = (tile >> log) * block_groups(bits, most, fours);
+  if (tile >= whole << log) {
+    const int left = row_tiles - (whole << log);
+    tiles = left >= 2 && in < 2 ? 2 : 1;
+    if (left == 3 && in == 2) offset += block_groups(bits, 2, fours);
+    if (tiles == 1) in = 0;
+  }
+  const int shift = block_group_shift(bits, tiles);
+  return {(offset + (four >> shift)) * kFourBytes + lane * kFour, ((four & ((1 << shift) - 1)) * tiles + in) * bits};
+}
+
+// Fours of channels per width class of a page, in the order 6, 4, 5, 1, 3, 2 (src/cache/tile.hpp).
+struct BlockCounts {
+  int six, four, five, one, three, two;
+};
+// counts: six uint16.
+KVANT_BOTH inline BlockCounts block_counts(const std::uint8_t* counts) {
+  const auto at = [&](int i) { return counts[2 * i] | counts[2 * i + 1] << 8; };
+  return {at(0), at(1), at(2), at(3), at(4), at(5)};
+}
+
+// The planes of a tile of one page; those that it does not have are empty. head: the head's block.
+KVANT_BOTH inline void block_planes(const BlockTile& tile, const std::uint8_t* head,
+                                    BlockPlane (&planes)[kBlockPlanes]) {
+  if (tile.counts_offset < 0) {
+    for (int i = 0; i < kBlockPlanes; ++i) planes[i] = tile.planes[i];
+    return;
+  }
+  const BlockCounts n = block_counts(head + tile.counts_offset);
+  const int runs[kBlockPlanes][4] = {{4, 1, 0, n.six + n.four + n.five},
+                                     {1, 0, n.six + n.four, n.five + n.one + n.three},
+                                     {2, 1, n.six + n.four + n.five + n.one, n.three + n.two},
+                                     {2, 5, 0, n.six}};
+  int offset = tile.plane_offset;
+  for (int i = 0; i < kBlockPlanes; ++i) {
+    const int bits = runs[i][0];
+    const int fours = runs[i][3];
+    planes[i].bits = static_cast<std::int16_t>(bits);
+    planes[i].shift = static_cast<std::int16_t>(runs[i][1]);
+    planes[i].first = static_cast<std::int16_t>(runs[i][2]);
+    planes[i].fours = static_cast<std::int16_t>(fours);
+    planes[i].depth = kFour * fours;
+    planes[i].offset = offset;
+    // Pages have 128 tokens: whole blocks only.
+    offset += (kPage / kTile) / (bits == 4 ? 2 : 4) * block_groups(bits, bits == 4 ? 2 : 4, fours) * kFourBytes;
+  }
+}
+
+// The grid's number of steps at a depth index.
+KVANT_BOTH inline int block_levels(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes], int i) {
+  if (tile.table_bits > 0) return kTableStepsOnDevice;
+  int levels = 0;
+  for (int p = 0; p < kBlockPlanes; ++p) levels += planes[p].covers(i) ? planes[p].largest() : 0;
+  return levels;
+}
+
+// Where a depth index's endpoints lie among those of the tile: grids that heads share lie by token.
+KVANT_BOTH inline int block_grid_index(const BlockFormat& format, const BlockTile& tile, const std::uint8_t* head,
+                                       int i) {
+  return tile.shared_grid != 0 && format.tokens_offset >= 0 ? head[format.tokens_offset + i] : i;
+}
+
+// The step of the grid that the code of (row, depth index) stands for.
+KVANT_BOTH inline int block_step(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes],
+                                 const std::uint8_t* head, int row, int i) {
+  int code = 0;
+  for (int p = 0; p < kBlockPlanes; ++p) {
+    const BlockPlane& plane = planes[p];
+    if (!plane.covers(i)) continue;
+    const BlockWord word = block_word(plane.bits, (tile.rows + kTile - 1) / kTile, plane.fours, row / kTile,
+                                      row % kTile, i / kFour - plane.first);
+    const int byte = head[plane.offset + word.byte + i % kFour];
+    code |= (byte >> word.shift & ((1 << plane.bits) - 1)) << plane.shift;
+  }
+  return tile.table_bits > 0 ? static_cast<int>(tile.table[code / 4] >> (code % 4 * 8) & 0xFFU) : code;
+}
+
+// The head's part of a list that heads share: its slots [begin, end).
+struct BlockRange {
+  int begin = 0;
+  int end = 0;
+};
+KVANT_BOTH inline BlockRange block_outlier_range(const BlockFormat& format, const std::uint8_t* page, int head) {
+  const auto* starts = reinterpret_cast<const std::uint32_t*>(page + format.value.outliers.start_offset);
+  return {static_cast<int>(starts[head]), static_cast<int>(starts[head + 1])};
+}
+
+// Shared memory of a block of the kernel (block_kernel.cuh), offsets in bytes.
+struct BlockShared {
+  int keys = 0;    // tile of 64 tokens; queries come before it
+  int values = 0;  // the same
+  int grids = 0;   // float2 per depth index: 256 of key, 256 of rest, 128 of value
+  int planes = 0;
+  int tokens = 0;
+  int states = 0;  // of the warps, when they are merged; their outputs take the place of the tiles
+  int raw = 0;     // a head's block, then the grid that heads share
+  int bytes = 0;
+
+  static constexpr int kMergeWarps = 4;
+  KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors, bool merges) {
+    const int key_dim = format.key.depth;
+    const int value_dim = format.value.rows;
+    keys = vectors * key_dim * 2;
+    values = keys + kPage / 2 * key_dim * 2;
+    grids = values + kPage / 2 * value_dim * 2;
+    const int merged = keys + kMergeWarps * vectors * (value_dim + 8) * 4;
+    if (merges && grids < merged) grids = merged;
+    planes = grids + (256 + 256 + kPage) * 8;
+    tokens = planes + 3 * kBlockPlanes * 16;
+    states = tokens + kPage;
+    raw = states + (merges ? kMergeWarps * vectors * 8 : 0);
+    bytes = raw + format.head_bytes + (format.value.shared_grid != 0 ? kPage * 4 : 0);
+  }
+};
+
+}  // namespace kvant::cuda

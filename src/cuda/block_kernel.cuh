@@ -1,0 +1,323 @@
+// Attention over block pages: flash attention on half-precision tensor cores over tiles that a block of threads
+// dequantizes for all of its query vectors, few (decode) or many (prefill).
+#pragma once
+
+#include "cuda/block_tiles.cuh"
+
+namespace kvant::cuda {
+
+// Queries as A fragments of m16n8k16, in units as keys have them; vectors that are not there become zeros.
+template <class C>
+__device__ void load_block_queries(const DecodeArgs& args, const Segment& segment, int key_tiles,
+                                   std::uint8_t* shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int unit = static_cast<int>(threadIdx.x) / 32; unit < C::vectors / 16 * key_tiles; unit += C::warps) {
+    uint2 x[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::uint16_t* row = query_row(args, segment, unit / key_tiles * 16 + lane / 4 + 8 * e);
+      x[e] = {0, 0};
+      if (row != nullptr) x[e] = *reinterpret_cast<const uint2*>(row + unit % key_tiles * 16 + 4 * (lane % 4));
+    }
+    *reinterpret_cast<uint4*>(shared + unit * kQuadBytes + lane * 16) = {x[0].x, x[1].x, x[0].y, x[1].y};
+  }
+}
+
+// Four unquantized 16-token tiles, straight from global memory, where they are A fragments of m16n8k16.
+template <class C>
+__device__ void copy_block_exact(const std::uint8_t* tiles, const ExactFormat& exact, std::uint8_t* keys,
+                                 std::uint8_t* values) {
+  const int key_tiles = exact.key_dim / 16;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int unit = static_cast<int>(threadIdx.x) / 32; unit < kStageTiles * key_tiles; unit += C::warps) {
+    // Channel 4t + 2i is element (4t + 2i) % 8 of its row's half (4t) / 8: lane 4g + 2 (t % 2) + i of that matrix.
+    const std::uint8_t* first = tiles + unit / key_tiles * exact.tile_bytes() + unit % key_tiles * kQuadBytes +
+                                ((lane & ~3) + lane % 2 * 2) * 16 + lane % 4 / 2 * 8;
+    const uint2 a = *reinterpret_cast<const uint2*>(first);
+    const uint2 b = *reinterpret_cast<const uint2*>(first + 16);
+    *reinterpret_cast<uint4*>(keys + unit * kQuadBytes + lane * 16) = {a.x, a.y, b.x, b.y};
+  }
+  for (int unit = static_cast<int>(threadIdx.x) / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
+    const std::uint8_t* from =
+        tiles + unit / C::value_tiles * exact.tile_bytes() + exact.key_bytes() + unit % C::value_tiles * kQuadBytes;
+    *reinterpret_cast<uint4*>(values + unit * kQuadBytes + lane * 16) =
+        *reinterpret_cast<const uint4*>(from + lane * 16);
+  }
+}
+
+// This warp's queries by its own token tiles, `first` and on.
+template <class C>
+__device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries, const std::uint8_t* keys,
+                                                    int key_tiles, int first, Scores<C>& s) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::own_tiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+  }
+#pragma unroll 4
+  for (int k = 0; k < key_tiles; ++k) {
+    uint4 q[C::m_tiles];
+#pragma unroll
+    for (int m = 0; m < C::m_tiles; ++m) {
+      q[m] = *reinterpret_cast<const uint4*>(queries + (m * key_tiles + k) * kQuadBytes + lane * 16);
+    }
+#pragma unroll
+    for (int j = 0; j < C::own_tiles; ++j) {
+      const uint4 b = *reinterpret_cast<const uint4*>(keys + ((first + j) * key_tiles + k) * kQuadBytes + lane * 16);
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+        ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.z);
+        ptx::mma_half<C::bfloat>(s[m][2 * j + 1], q[m], b.y, b.w);
+      }
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void multiply_block_values(const std::uint8_t* values, int first, const Scores<C>& s,
+                                                      PrefillState<C>& state) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int j = 0; j < C::own_tiles; ++j) {
+    uint4 p[C::m_tiles];
+#pragma unroll
+    for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
+#pragma unroll
+    for (int n = 0; n < C::value_tiles; ++n) {
+      const uint4 b =
+          *reinterpret_cast<const uint4*>(values + ((first + j) * C::value_tiles + n) * kQuadBytes + lane * 16);
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+        ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.z);
+        ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.y, b.w);
+      }
+    }
+  }
+}
+
+// Hides tokens from rows that must not see them. tokens: those in the places of a page's half; null: in order.
+template <class C>
+__device__ __forceinline__ void hide_places(const DecodeArgs& args, const Stage& stage, const std::uint8_t* tokens,
+                                            int first_tile, const PrefillState<C>& state, Scores<C>& s) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int n = 0; n < C::own_tiles * 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int place = first_tile * kTile + 8 * n + 2 * t + i;
+      const int at = tokens == nullptr ? stage.position + place : (stage.position & -kPage) + tokens[place];
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int last = min(state.last[m][e], stage.end);
+          const int first = max(stage.first, args.window > 0 ? state.last[m][e] - args.window : 0);
+          if (at < first || at >= last) s[m][n][2 * e + i] = kMinusInfinity;
+        }
+      }
+    }
+  }
+}
+
+// Outputs of rotated values to those of plain ones: the Hadamard transform of each block of `rotation` channels, whose
+// number is 8n + 2t + i. Pages hold the transform divided by the block, so this one needs no factor.
+template <class C>
+__device__ void turn_back(PrefillState<C>& state, int rotation) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::value_tiles * 2; ++n) {
+      float(&o)[4] = state.o[m][n];
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const float difference = o[e] - o[e + 1];
+        o[e] += o[e + 1];
+        o[e + 1] = difference;
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+        const float sign = (t & bit) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = fmaf(sign, o[e], __shfl_xor_sync(0xFFFFFFFFU, o[e], bit));
+      }
+    }
+#pragma unroll
+    for (int span = 1; span < C::value_tiles * 2; span *= 2) {
+      if (span >= rotation / 8) break;
+#pragma unroll
+      for (int n = 0; n < C::value_tiles * 2; ++n) {
+        if ((n & span) != 0 || n + span >= C::value_tiles * 2) continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float difference = state.o[m][n][e] - state.o[m][n + span][e];
+          state.o[m][n][e] += state.o[m][n + span][e];
+          state.o[m][n + span][e] = difference;
+        }
+      }
+    }
+  }
+}
+
+// Where the warps of a block share the vectors: merges them and writes the result, or to `partial` as store_vectors
+// does.
+template <class C>
+__device__ void merge_block(const DecodeArgs& args, const Segment& segment, const PrefillState<C>& state,
+                            float* outputs, float2* states, float* partial) {
+  constexpr int stride = C::value.dim + 8;
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  __syncthreads();  // nobody reads the tiles any more
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float sum = ptx::xor_sum<2>(ptx::xor_sum<1>(state.sum[0][e]));
+    const int vector = vector_of<C>(0, e);
+    float* to = outputs + (warp * C::vectors + vector) * stride + 2 * t;
+#pragma unroll
+    for (int n = 0; n < C::value_tiles * 2; ++n) {
+      *reinterpret_cast<float2*>(to + 8 * n) = {state.o[0][n][2 * e], state.o[0][n][2 * e + 1]};
+    }
+    if (t == 0) states[warp * C::vectors + vector] = {state.maximum[0][e], sum};
+  }
+  __syncthreads();
+  const int live = min(C::vectors, args.rows * args.group - segment.vector0);
+  for (int i = static_cast<int>(threadIdx.x); i < live * C::value.dim; i += C::threads) {
+    const int vector = i / C::value.dim;
+    const int channel = i % C::value.dim;
+    const Merged r = merge_parts<C::warps>(
+        C::warps, [&](int w) { return states[w * C::vectors + vector]; },
+        [&](int w) { return outputs[(w * C::vectors + vector) * stride + channel]; });
+    if (partial == nullptr) {
+      store_result<C>(args, segment, vector, channel, r);
+      continue;
+    }
+    float* to = partial + vector * (C::value.dim + 2);
+    to[channel] = r.output;
+    if (channel == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {r.maximum, r.sum};
+  }
+}
+
+// Grid: (blocks of vectors, KV heads, sequences * parts).
+template <class C>
+__global__ void __launch_bounds__(C::threads, C::blocks)
+    block_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts,
+                 const __grid_constant__ BlockFormat format) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  const BlockShared at(format, C::vectors, C::shared_vectors);
+  const int key_tiles = format.key.depth / 16;
+  const ExactFormat exact{format.key.depth, C::value.dim};
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+
+  // Later rows see more: they start first.
+  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int part = static_cast<int>(blockIdx.z) % parts;
+  Segment segment;
+  segment.sequence = static_cast<int>(blockIdx.z) / parts;
+  segment.kv_head = static_cast<int>(blockIdx.y);
+  segment.vector0 = block * C::vectors;
+
+  // Row r sees positions before length - rows + r + 1.
+  const int before = args.lengths[segment.sequence] - args.rows + 1;
+  const int fewest = before + segment.vector0 / args.group;
+  const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
+  const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
+  const StageList stages(args, layout,
+                         {format.head_bytes, exact.page_bytes(), exact.tile_bytes(), format.tokens_offset >= 0},
+                         segment.sequence, segment.kv_head, begin, max(0, most));
+  const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
+  const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
+
+  PrefillState<C> state;
+  state.reset();
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) state.last[m][e] = before + (segment.vector0 + vector_of<C>(m, e)) / args.group;
+  }
+  load_block_queries<C>(args, segment, key_tiles, shared);
+  const std::uint8_t* queries = shared + (C::shared_vectors ? 0 : warp * C::m_tiles * key_tiles * kQuadBytes);
+  const int first_tile = C::shared_vectors ? warp : 0;
+
+  // Weights need a positive factor, which the maximum passes through.
+  const float scale = args.scale * kLog2e;
+  const bool rescale = args.softcap > 0 || !(scale > 0);
+  BlockPage<C> page(format, at, shared, segment.kv_head);
+  const std::uint8_t* fetched = nullptr;
+  bool rotated = false;  // outputs so far
+  Stage next;
+  if (from < to) next = stages.get(from);
+  const auto fetch = [&] {
+    if (next.coded && next.data != fetched) page.fetch(next.data);
+    ptx::async_commit();
+  };
+  fetch();
+  for (int i = from; i < to; ++i) {
+    const Stage stage = next;
+    const int half = stage.position / kStageTokens % 2;
+    ptx::async_wait<0>();
+    __syncthreads();  // the page is here, and nobody reads the tiles any more
+    if (stage.coded) {
+      if (stage.data != fetched) {
+        fetched = stage.data;
+        page.prepare();
+        __syncthreads();
+      }
+      page.unpack(half);
+      if (page.has_outliers()) {
+        __syncthreads();
+        page.add_outliers(half);
+      }
+      rotated = format.value.rotation > 1;
+    } else {
+      if (rotated) turn_back<C>(state, format.value.rotation);
+      rotated = false;
+      copy_block_exact<C>(stage.data, exact, shared + at.keys, shared + at.values);
+    }
+    __syncthreads();
+    if (i + 1 < to) {
+      next = stages.get(i + 1);
+      fetch();
+    }
+
+    Scores<C> s;
+    multiply_block_keys<C>(queries, shared + at.keys, key_tiles, first_tile, s);
+    if (rescale) {
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < C::own_tiles * 2; ++n) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            s[m][n][k] *= scale;
+            if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
+          }
+        }
+      }
+    }
+    const std::uint8_t* tokens =
+        stage.coded && page.tokens() != nullptr ? page.tokens() + half * kStageTokens : nullptr;
+    const int low = tokens != nullptr ? stage.position & -kPage : stage.position;
+    const int high = low + (tokens != nullptr ? kPage : kStageTokens);
+    const bool whole =
+        high <= min(fewest, stage.end) && low >= stage.first && (args.window == 0 || low >= most - args.window);
+    if (!whole) hide_places<C>(args, stage, tokens, first_tile, state, s);
+    soften<C>(state, s, rescale ? 1.0F : scale);
+    multiply_block_values<C>(shared + at.values, first_tile, s, state);
+  }
+  if (rotated) turn_back<C>(state, format.value.rotation);
+
+  float* partial = nullptr;
+  if (parts > 1) {
+    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block;
+    partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
+  }
+  if constexpr (C::shared_vectors) {
+    merge_block<C>(args, segment, state, reinterpret_cast<float*>(shared + at.keys),
+                   reinterpret_cast<float2*>(shared + at.states), partial);
+  } else {
+    store_vectors<C>(args, segment, state, partial);
+  }
+}
+
+}  // namespace kvant::cuda
