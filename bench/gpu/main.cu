@@ -205,7 +205,10 @@ std::vector<Case> table_cases() {
                                      {"kitty 25 %", "kitty:sink=0"},
                                      {"small", "small:sink=0"},
                                      {"balanced", "balanced:sink=0"},
-                                     {"4-bit", "kivi:k=4,v=4"}}) {
+                                     {"4-bit", "kivi:k=4,v=4"},
+                                     {"kvquant 3", "kvquant:k=3,v=3,sink=0"},
+                                     {"kvquant 2", "kvquant:k=2,v=2,sink=0"},
+                                     {"zipcache", "zipcache"}}) {
     for (const auto& [batch, tokens] :
          {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
       Case c;
@@ -281,11 +284,14 @@ void run_case(const Case& c, double bandwidth, bool tune) {
 }
 
 // A chunk of a prompt at the end of 32k tokens. The error is that of a chunk of 64 rows: binary64 takes its time.
-void run_prefill() {
+void run_prefill(const std::string& only) {
   for (const auto& [name, recipe, type] : {std::tuple{"2-bit", "kivi:k=2,v=2", DType::f16},
                                            {"kitty 25 %", "kitty:sink=0", DType::f16},
                                            {"4-bit", "kivi:k=4,v=4", DType::f16},
-                                           {"2-bit bf16", "kivi:k=2,v=2", DType::bf16}}) {
+                                           {"2-bit bf16", "kivi:k=2,v=2", DType::bf16},
+                                           {"kvquant 3", "kvquant:k=3,v=3,sink=0", DType::f16},
+                                           {"zipcache", "zipcache", DType::f16}}) {
+    if (!std::string(name).starts_with(only)) continue;
     Case c;
     c.name = name;
     c.recipe = recipe;
@@ -333,7 +339,7 @@ int run(const std::string& what, const std::string& name) {
       }
     }
   }
-  if (what == "prefill" || what == "all") run_prefill();
+  if (what == "prefill" || what == "all") run_prefill(name);
   if (what == "prefill") return 0;
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0"}) {
     for (const int pages : {32, 8, 1}) {  // 8 heads each

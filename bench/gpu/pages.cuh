@@ -55,7 +55,7 @@ static __global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsig
   }
 }
 
-// Pages with an order of channels and counts are the CPU's own, a few of them over and over. Channels differ as those
+// Pages with an order of channels and counts, and blocks, are the CPU's own, a few of them over and over. Channels differ as those
 // of models do, by a factor of 2^normal.
 constexpr int kSealedKinds = 8;
 
@@ -80,6 +80,11 @@ inline std::vector<std::byte> sealed_images(const PagePool::Impl& pool) {
   std::vector<std::byte> images(pool.page_stride() * kSealedKinds);
   const std::size_t head_bytes = pool.format.head_bytes();
   for (int page = 0; page < kSealedKinds; ++page) {
+    if (pool.block.present()) {
+      const auto block = cache.store().sealed_block(page);
+      std::copy(block.begin(), block.end(), images.data() + static_cast<std::size_t>(page) * pool.page_stride());
+      continue;
+    }
     for (int head = 0; head < shape.kv_heads; ++head) {
       const auto at = static_cast<std::size_t>(page * shape.kv_heads + head) * head_bytes;
       to_device(pool.format, pool.layout, cache.store().sealed_block(page), head,
@@ -96,7 +101,7 @@ static __global__ void repeat_pages(uint4* pages, const uint4* kinds, std::size_
 }
 
 inline void fill_pool(const PagePool::Impl& pool, int pages) {
-  if (!pool.format.key.sorted()) {
+  if (!pool.format.key.sorted() && !pool.block.present()) {
     fill_pages<<<1024, 256>>>(pool.pages.get(), pool.pages.bytes() / 4, 1U);
     fill_endpoints<<<static_cast<unsigned>(pages * pool.shape.kv_heads), 128>>>(pool.pages.get(), pool.format, 5U);
     need(cudaDeviceSynchronize(), "fill");

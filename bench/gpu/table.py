@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 
-TABLE = ("2-bit", "kitty 25 %", "small", "balanced", "near-lossless", "4-bit", "3-bit", "K4 V2")
+TABLE = ("2-bit", "kitty 25 %", "small", "balanced", "near-lossless", "4-bit", "3-bit", "K4 V2", "kvquant 3", "kvquant 2", "zipcache")
 
 
 def lines(path: str) -> list[dict]:

@@ -182,7 +182,10 @@ void AttendPlan::Impl::split_prefill() {
       args.window > 0 ? std::min<std::int64_t>(longest, std::int64_t{args.window} + args.rows) : longest;
   const int slots = prepare_prefill(*prefill);
   const std::int64_t items = static_cast<std::int64_t>(prefill_split.vector_blocks) * args.kv_heads * sequences;
-  prefill_split.parts = std::min(choose_parts(items, (seen + 63) / 64, slots), 65535 / std::max(1, sequences));
+  // What a thread block does at once: 64 tokens, or a page per warp.
+  const std::int64_t stage = prefill->few ? prefill->threads / 32 * kPage : 64;
+  prefill_split.parts =
+      std::min(choose_parts(items, (seen + stage - 1) / stage, slots), 65535 / std::max(1, sequences));
   partials = DeviceBuffer<float>(prefill_workspace(*prefill, prefill_split, args.kv_heads, sequences));
   args.partials = partials.get();
 }
@@ -287,7 +290,9 @@ AttendPath AttendPlan::path() const {
 std::string AttendPlan::describe() const {
   if (impl_->path == AttendPath::reference) return "reference";
   if (impl_->path == AttendPath::prefill) {
-    const std::string name = impl_->prefill->block ? "prefill over CPU blocks, " : "prefill, ";
+    const std::string name = !impl_->prefill->block ? "prefill, "
+                             : impl_->prefill->few  ? "decode from CPU blocks, "
+                                                    : "prefill from CPU blocks, ";
     return name + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
            std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +
            " parts";

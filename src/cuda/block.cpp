@@ -15,7 +15,7 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kMostShared = 227 * 1024;  // bytes that any device gives a block
-constexpr int kFewVectors = 32;          // up to here blocks of 16 vectors are faster than those of 64 and more
+constexpr int kFewVectors = 32;          // up to here blocks of 4 vectors are faster than those of 64 and more
 
 std::vector<BlockKernel> collect() {
   std::vector<BlockKernel> kernels;
@@ -56,12 +56,14 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
-    const int bytes = BlockShared(format, kernel.vectors, kernel.few).bytes;
-    if (bytes > most || (best && kernel.few != (vectors <= kFewVectors))) continue;
+    const bool few = kernel.key_dim != 0;
+    if (few && kernel.key_dim != device.key.dim) continue;
+    const int bytes = kernel.shared_bytes(format);
+    if (bytes > most || (best && few != (vectors <= kFewVectors))) continue;
     best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,
                          kernel.function, kernel.vectors, kernel.threads, bytes};
     best->block = true;
-    best->few = kernel.few;
+    best->few = few;
   }
   return best;
 }

@@ -10,12 +10,13 @@
 namespace kvant::cuda {
 
 struct BlockKernel {
+  int key_dim = 0;  // 0: any, and many query vectors
   int value_dim = 0;
   bool bfloat = false;
-  bool few = false;  // up to 16 vectors a block, else many
   const void* function = nullptr;
-  int vectors = 0;
+  int vectors = 0;  // query vectors of a thread block
   int threads = 0;
+  int (*shared_bytes)(const BlockFormat& format) = nullptr;
 };
 
 std::span<const BlockKernel> block_kernels();

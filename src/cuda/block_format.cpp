@@ -53,14 +53,18 @@ BlockTile make_tile(const TileLayout& from, int first) {
   if (from.channel_factors) tile.factor_offset = narrow(from.factor_offset);
   tile.rotation = from.rotation;
   tile.shared_grid = from.shared_grid ? 1 : 0;
+  const bool uniform = std::all_of(from.planes.begin(), from.planes.end(),
+                                   [&](const PlaneLayout& plane) { return plane.depth == from.depth; });
+  if (uniform && from.budget == 0) tile.levels = levels;
   if (!from.table.empty()) {
+    if (levels == 3 || levels == 7) tile.joined = levels == 3 ? 2 : 3;  // planes of uniform widths: 4 bits, 2, then 1
     for (int bits = 1; bits <= 4; ++bits) {
       if (levels == (1 << bits) - 1) tile.table_bits = bits;
     }
     for (std::size_t i = 0; i < from.table.size(); ++i) {
       tile.table[i / 4] |= static_cast<std::uint32_t>(from.table[i]) << (i % 4 * 8);
     }
-    levels = kTableStepsOnDevice;
+    levels = tile.levels = kTableStepsOnDevice;
   }
   tile.wide = levels > 127 ? 1 : 0;
   tile.outliers = make_outliers(from.outliers);

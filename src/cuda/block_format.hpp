@@ -54,7 +54,9 @@ struct BlockTile {
   std::int32_t factor_offset = -1;  // values: a factor per channel; -1: none
   std::int32_t rotation = 1;
   std::int32_t shared_grid = 0;
+  std::int32_t levels = 0;      // steps of the grid; 0: depth indices differ
   std::int32_t table_bits = 0;  // of a code that `table` turns into a step of the grid; 0: codes are steps
+  std::int32_t joined = 0;      // 2 or 3: codes with a table are one 2-bit plane, or that and a 1-bit plane above it
   std::int32_t wide = 0;        // 1: steps above 127 occur
   std::uint32_t table[4] = {};
   BlockOutliers outliers;
@@ -163,6 +165,10 @@ KVANT_BOTH inline int block_grid_index(const BlockFormat& format, const BlockTil
   return tile.shared_grid != 0 && format.tokens_offset >= 0 ? head[format.tokens_offset + i] : i;
 }
 
+KVANT_BOTH constexpr int block_table_entry(const BlockTile& tile, int code) {
+  return static_cast<int>(tile.table[code / 4] >> (code % 4 * 8) & 0xFFU);
+}
+
 // The step of the grid that the code of (row, depth index) stands for.
 KVANT_BOTH inline int block_step(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes],
                                  const std::uint8_t* head, int row, int i) {
@@ -175,7 +181,7 @@ KVANT_BOTH inline int block_step(const BlockTile& tile, const BlockPlane (&plane
     const int byte = head[plane.offset + word.byte + i % kFour];
     code |= (byte >> word.shift & ((1 << plane.bits) - 1)) << plane.shift;
   }
-  return tile.table_bits > 0 ? static_cast<int>(tile.table[code / 4] >> (code % 4 * 8) & 0xFFU) : code;
+  return tile.table_bits > 0 ? block_table_entry(tile, code) : code;
 }
 
 // The head's part of a list that heads share: its slots [begin, end).
@@ -188,31 +194,29 @@ KVANT_BOTH inline BlockRange block_outlier_range(const BlockFormat& format, cons
   return {static_cast<int>(starts[head]), static_cast<int>(starts[head + 1])};
 }
 
-// Shared memory of a block of the kernel (block_kernel.cuh), offsets in bytes.
+// What a kernel keeps of a page: a head's block, then the grid that heads share.
+KVANT_BOTH constexpr int block_slot_bytes(const BlockFormat& format) {
+  return format.head_bytes + (format.value.shared_grid != 0 ? kPage * 4 : 0);
+}
+
+// Shared memory of the kernel for many vectors (block_kernel.cuh), offsets in bytes. Queries come first.
 struct BlockShared {
-  int keys = 0;    // tile of 64 tokens; queries come before it
+  int keys = 0;    // tile of 64 tokens
   int values = 0;  // the same
   int grids = 0;   // float2 per depth index: 256 of key, 256 of rest, 128 of value
   int planes = 0;
   int tokens = 0;
-  int states = 0;  // of the warps, when they are merged; their outputs take the place of the tiles
-  int raw = 0;     // a head's block, then the grid that heads share
+  int raw = 0;
   int bytes = 0;
 
-  static constexpr int kMergeWarps = 4;
-  KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors, bool merges) {
-    const int key_dim = format.key.depth;
-    const int value_dim = format.value.rows;
-    keys = vectors * key_dim * 2;
-    values = keys + kPage / 2 * key_dim * 2;
-    grids = values + kPage / 2 * value_dim * 2;
-    const int merged = keys + kMergeWarps * vectors * (value_dim + 8) * 4;
-    if (merges && grids < merged) grids = merged;
+  KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors) {
+    keys = vectors * format.key.depth * 2;
+    values = keys + kPage / 2 * format.key.depth * 2;
+    grids = values + kPage / 2 * format.value.rows * 2;
     planes = grids + (256 + 256 + kPage) * 8;
     tokens = planes + 3 * kBlockPlanes * 16;
-    states = tokens + kPage;
-    raw = states + (merges ? kMergeWarps * vectors * 8 : 0);
-    bytes = raw + format.head_bytes + (format.value.shared_grid != 0 ? kPage * 4 : 0);
+    raw = tokens + kPage;
+    bytes = raw + block_slot_bytes(format);
   }
 };
 

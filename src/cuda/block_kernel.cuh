@@ -1,5 +1,5 @@
-// Attention over block pages: flash attention on half-precision tensor cores over tiles that a block of threads
-// dequantizes for all of its query vectors, few (decode) or many (prefill).
+// Attention of many query vectors over block pages: flash attention on half-precision tensor cores over tiles that a
+// block of threads dequantizes for all of its vectors. Any key dimension.
 #pragma once
 
 #include "cuda/block_tiles.cuh"
@@ -45,15 +45,15 @@ __device__ void copy_block_exact(const std::uint8_t* tiles, const ExactFormat& e
   }
 }
 
-// This warp's queries by its own token tiles, `first` and on.
+// queries: this warp's.
 template <class C>
 __device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries, const std::uint8_t* keys,
-                                                    int key_tiles, int first, Scores<C>& s) {
+                                                    int key_tiles, Scores<C>& s) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int m = 0; m < C::m_tiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < C::own_tiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+    for (int n = 0; n < kStageTiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
   }
 #pragma unroll 4
   for (int k = 0; k < key_tiles; ++k) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries,
       q[m] = *reinterpret_cast<const uint4*>(queries + (m * key_tiles + k) * kQuadBytes + lane * 16);
     }
 #pragma unroll
-    for (int j = 0; j < C::own_tiles; ++j) {
-      const uint4 b = *reinterpret_cast<const uint4*>(keys + ((first + j) * key_tiles + k) * kQuadBytes + lane * 16);
+    for (int j = 0; j < kStageTiles; ++j) {
+      const uint4 b = *reinterpret_cast<const uint4*>(keys + (j * key_tiles + k) * kQuadBytes + lane * 16);
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
         ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.z);
@@ -75,18 +75,17 @@ __device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries,
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_block_values(const std::uint8_t* values, int first, const Scores<C>& s,
+__device__ __forceinline__ void multiply_block_values(const std::uint8_t* values, const Scores<C>& s,
                                                       PrefillState<C>& state) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-  for (int j = 0; j < C::own_tiles; ++j) {
+  for (int j = 0; j < kStageTiles; ++j) {
     uint4 p[C::m_tiles];
 #pragma unroll
     for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
 #pragma unroll
     for (int n = 0; n < C::value_tiles; ++n) {
-      const uint4 b =
-          *reinterpret_cast<const uint4*>(values + ((first + j) * C::value_tiles + n) * kQuadBytes + lane * 16);
+      const uint4 b = *reinterpret_cast<const uint4*>(values + (j * C::value_tiles + n) * kQuadBytes + lane * 16);
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
         ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.z);
@@ -99,13 +98,13 @@ __device__ __forceinline__ void multiply_block_values(const std::uint8_t* values
 // Hides tokens from rows that must not see them. tokens: those in the places of a page's half; null: in order.
 template <class C>
 __device__ __forceinline__ void hide_places(const DecodeArgs& args, const Stage& stage, const std::uint8_t* tokens,
-                                            int first_tile, const PrefillState<C>& state, Scores<C>& s) {
+                                            const PrefillState<C>& state, Scores<C>& s) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-  for (int n = 0; n < C::own_tiles * 2; ++n) {
+  for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int place = first_tile * kTile + 8 * n + 2 * t + i;
+      const int place = 8 * n + 2 * t + i;
       const int at = tokens == nullptr ? stage.position + place : (stage.position & -kPage) + tokens[place];
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
@@ -160,51 +159,13 @@ __device__ void turn_back(PrefillState<C>& state, int rotation) {
   }
 }
 
-// Where the warps of a block share the vectors: merges them and writes the result, or to `partial` as store_vectors
-// does.
-template <class C>
-__device__ void merge_block(const DecodeArgs& args, const Segment& segment, const PrefillState<C>& state,
-                            float* outputs, float2* states, float* partial) {
-  constexpr int stride = C::value.dim + 8;
-  const int t = static_cast<int>(threadIdx.x) % 4;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  __syncthreads();  // nobody reads the tiles any more
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const float sum = ptx::xor_sum<2>(ptx::xor_sum<1>(state.sum[0][e]));
-    const int vector = vector_of<C>(0, e);
-    float* to = outputs + (warp * C::vectors + vector) * stride + 2 * t;
-#pragma unroll
-    for (int n = 0; n < C::value_tiles * 2; ++n) {
-      *reinterpret_cast<float2*>(to + 8 * n) = {state.o[0][n][2 * e], state.o[0][n][2 * e + 1]};
-    }
-    if (t == 0) states[warp * C::vectors + vector] = {state.maximum[0][e], sum};
-  }
-  __syncthreads();
-  const int live = min(C::vectors, args.rows * args.group - segment.vector0);
-  for (int i = static_cast<int>(threadIdx.x); i < live * C::value.dim; i += C::threads) {
-    const int vector = i / C::value.dim;
-    const int channel = i % C::value.dim;
-    const Merged r = merge_parts<C::warps>(
-        C::warps, [&](int w) { return states[w * C::vectors + vector]; },
-        [&](int w) { return outputs[(w * C::vectors + vector) * stride + channel]; });
-    if (partial == nullptr) {
-      store_result<C>(args, segment, vector, channel, r);
-      continue;
-    }
-    float* to = partial + vector * (C::value.dim + 2);
-    to[channel] = r.output;
-    if (channel == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {r.maximum, r.sum};
-  }
-}
-
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
     block_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts,
                  const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  const BlockShared at(format, C::vectors, C::shared_vectors);
+  const BlockShared at(format, C::vectors);
   const int key_tiles = format.key.depth / 16;
   const ExactFormat exact{format.key.depth, C::value.dim};
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -236,8 +197,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     for (int e = 0; e < 2; ++e) state.last[m][e] = before + (segment.vector0 + vector_of<C>(m, e)) / args.group;
   }
   load_block_queries<C>(args, segment, key_tiles, shared);
-  const std::uint8_t* queries = shared + (C::shared_vectors ? 0 : warp * C::m_tiles * key_tiles * kQuadBytes);
-  const int first_tile = C::shared_vectors ? warp : 0;
+  const std::uint8_t* queries = shared + warp * C::m_tiles * key_tiles * kQuadBytes;
 
   // Weights need a positive factor, which the maximum passes through.
   const float scale = args.scale * kLog2e;
@@ -281,12 +241,12 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     }
 
     Scores<C> s;
-    multiply_block_keys<C>(queries, shared + at.keys, key_tiles, first_tile, s);
+    multiply_block_keys<C>(queries, shared + at.keys, key_tiles, s);
     if (rescale) {
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < C::own_tiles * 2; ++n) {
+        for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             s[m][n][k] *= scale;
@@ -301,9 +261,9 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     const int high = low + (tokens != nullptr ? kPage : kStageTokens);
     const bool whole =
         high <= min(fewest, stage.end) && low >= stage.first && (args.window == 0 || low >= most - args.window);
-    if (!whole) hide_places<C>(args, stage, tokens, first_tile, state, s);
+    if (!whole) hide_places<C>(args, stage, tokens, state, s);
     soften<C>(state, s, rescale ? 1.0F : scale);
-    multiply_block_values<C>(shared + at.values, first_tile, s, state);
+    multiply_block_values<C>(shared + at.values, s, state);
   }
   if (rotated) turn_back<C>(state, format.value.rotation);
 
@@ -312,12 +272,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block;
     partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
   }
-  if constexpr (C::shared_vectors) {
-    merge_block<C>(args, segment, state, reinterpret_cast<float*>(shared + at.keys),
-                   reinterpret_cast<float2*>(shared + at.states), partial);
-  } else {
-    store_vectors<C>(args, segment, state, partial);
-  }
+  store_vectors<C>(args, segment, state, partial);
 }
 
 }  // namespace kvant::cuda

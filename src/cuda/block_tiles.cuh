@@ -1,31 +1,27 @@
 // From block pages (block_format.hpp) to tiles of 64 places in shared memory, in half precision: any planes, tables of
 // levels, orders of channels and tokens, outliers, factors.
 //
-// A thread 4g + t of a warp takes rows g and g + 8 of four row tiles at four depth indices at once, which share words.
-// Tiles lie in the units of MmaEngine (prefill_mma.cuh).
+// Tiles lie in the units of MmaEngine (prefill_mma.cuh). A warp makes four row tiles by two units at a time
+// (block_codes.cuh).
 #pragma once
 
-#include "cuda/block_format.hpp"
+#include "cuda/block_codes.cuh"
 #include "cuda/prefill_state.cuh"
 
 namespace kvant::cuda {
 
 // ValueDim is compiled in because outputs live in registers; everything else about pages comes with the launch.
-// Few: up to 16 query vectors a block, whose warps share them and split the tokens; else warps have vectors of their
-// own.
-template <int ValueDim, bool Bfloat, bool Few>
+template <int ValueDim, bool Bfloat>
 struct BlockConfig {
   static constexpr ValueFormat value{2, ValueDim};  // for its dimension
   static constexpr bool bfloat = Bfloat;
-  static constexpr bool shared_vectors = Few;
   static constexpr int warps = 4;
   static constexpr int threads = warps * 32;
-  static constexpr int own_tiles = Few ? 1 : kStageTiles;
-  static constexpr int m_tiles = !Few && ValueDim <= 128 ? 2 : 1;
-  static constexpr int vectors = (Few ? 1 : warps) * m_tiles * 16;
-  static constexpr int blocks = Few && ValueDim <= 128 ? 4 : 2;  // of a multiprocessor
+  static constexpr int m_tiles = ValueDim <= 128 ? 2 : 1;
+  static constexpr int vectors = warps * m_tiles * 16;
+  static constexpr int blocks = 2;  // of a multiprocessor
   static constexpr int value_tiles = ValueDim / 16;
-  static_assert(warps == kStageTiles && warps == BlockShared::kMergeWarps && threads == kPage);
+  static_assert(threads == kPage);
 };
 
 // low + step of the grid * width for the four bytes of a word, in binary32.
@@ -62,77 +58,6 @@ class BlockDequantizer {
   std::uint32_t magic_, selector_, turn_;
   float low_[4], width_[4];
 };
-
-// Codes below 16, a byte each, to their steps of the grid.
-__device__ __forceinline__ std::uint32_t look_up(const BlockTile& tile, std::uint32_t codes) {
-  const std::uint32_t selector = __byte_perm(codes | codes >> 4, 0, 0x4420);  // a nibble per code
-  if (tile.table_bits < 4) return __byte_perm(tile.table[0], tile.table[1], selector);
-  const std::uint32_t low = __byte_perm(tile.table[0], tile.table[1], selector & 0x7777U);
-  const std::uint32_t high = __byte_perm(tile.table[2], tile.table[3], selector & 0x7777U);
-  const std::uint32_t upper = (codes >> 3 & 0x01010101U) * 0xFFU;
-  return (low & ~upper) | (high & upper);
-}
-
-// Four row tiles (rows g and g + 8 of each) at four depth indices, a byte each.
-using BlockCodes = std::uint32_t[4][2];
-
-__device__ __forceinline__ void add_field(std::uint32_t (&codes)[2], const std::uint32_t (&word)[2], int right,
-                                          std::uint32_t mask) {
-#pragma unroll
-  for (int e = 0; e < 2; ++e) codes[e] |= __funnelshift_r(word[e], word[e], static_cast<unsigned>(right)) & mask;
-}
-
-__device__ __forceinline__ void load_words(const std::uint8_t* at, std::uint32_t (&word)[2]) {
-  word[0] = *reinterpret_cast<const std::uint32_t*>(at);
-  word[1] = *reinterpret_cast<const std::uint32_t*>(at + 8 * kFour);
-}
-
-// chunk: row tiles 4 chunk to 4 chunk + 3; those that the tile does not have become zeros.
-__device__ __forceinline__ void load_codes(const BlockTile& tile, const BlockPlane* planes, const std::uint8_t* head,
-                                           int chunk, int g, int four, BlockCodes& codes) {
-  const int row_tiles = (tile.rows + kTile - 1) / kTile;
-  const int count = tile.counts_offset < 0 ? tile.plane_count : kBlockPlanes;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) codes[j][0] = codes[j][1] = 0;
-#pragma unroll 1
-  for (int p = 0; p < count; ++p) {
-    const BlockPlane plane = planes[p];
-    const int k = four - plane.first;
-    if (k < 0 || k >= plane.fours) continue;
-    const std::uint8_t* from = head + plane.offset + g * kFour;
-    const std::uint32_t mask = (((1U << plane.bits) - 1) << plane.shift) * 0x01010101U;
-    std::uint32_t word[2];
-    if (4 * chunk + 4 > row_tiles) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (4 * chunk + j >= row_tiles) break;
-        const BlockWord at = block_word(plane.bits, row_tiles, plane.fours, 4 * chunk + j, 0, k);
-        load_words(from + at.byte, word);
-        add_field(codes[j], word, at.shift - plane.shift, mask);
-      }
-    } else if (plane.bits == 4) {  // two blocks of two row tiles
-      from += (2 * chunk * plane.fours + k) * kFourBytes;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j % 2 == 0) load_words(from + j / 2 * plane.fours * kFourBytes, word);
-        add_field(codes[j], word, 4 * (j % 2) - plane.shift, mask);
-      }
-    } else {  // one block of four; single bits: of two fours
-      const bool single = plane.bits == 1;
-      const int groups = single ? (plane.fours + 1) / 2 : plane.fours;
-      load_words(from + (chunk * groups + (single ? k / 2 : k)) * kFourBytes, word);
-      const int first = (single ? 4 * (k % 2) : 0) - plane.shift;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) add_field(codes[j], word, first + j * plane.bits, mask);
-    }
-  }
-  if (tile.table_bits == 0) return;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) codes[j][e] = look_up(tile, codes[j][e]);
-  }
-}
 
 // Bytes from the start of a unit of 16 rows by 16 depth indices to one element.
 __device__ __forceinline__ int unit_at(int row, int depth) {
@@ -259,78 +184,94 @@ class BlockPage {
     if (begin >= end) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int g = lane / 4;
-    const bool aligned = tile.first % kTile == 0 && tile.order_offset < 0;
     for (int chunk = begin / kStageTokens; chunk <= (end - 1) / kStageTokens; ++chunk) {
-      for (int unit = static_cast<int>(threadIdx.x) / 32; unit < tile.depth / kTile; unit += C::warps) {
-        const int four = 4 * unit + lane % 4;
-        BlockCodes codes;
-        load_codes(tile, planes_ + number * kBlockPlanes, raw_, chunk, g, four, codes);
-        const BlockDequantizer dequantizer(grids_ + grid + 4 * four, tile.wide != 0);
+      for (int pair = static_cast<int>(threadIdx.x) / 32; pair < tile.depth / kStep; pair += C::warps) {
+        StepCodes codes;
+        load_step<0>(tile, planes_ + number * kBlockPlanes, raw_, chunk, g, 8 * pair + lane % 4, codes);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = (4 * chunk + j) * kTile;
-          const int place = tile.first + row - half * kStageTokens;
-          if (row >= tile.rows || place <= -kTile || place >= kStageTokens) continue;
-          float x[2][4];
+        for (int h = 0; h < 2; ++h) {
+          const int four = 8 * pair + 4 * h + lane % 4;
+          const BlockDequantizer dequantizer(grids_ + grid + 4 * four, tile.wide != 0);
 #pragma unroll
-          for (int e = 0; e < 2; ++e) dequantizer.expand(codes[j][e], x[e]);
-          if (aligned && row + kTile <= tile.rows) {
-            std::uint8_t* to = keys_ + (place / kTile * (tile.depth / kTile) + unit) * kQuadBytes + lane * 16;
-            *reinterpret_cast<uint4*>(to) = {
-                ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[1][0], x[1][1]),
-                ptx::narrow2<C::bfloat>(x[0][2], x[0][3]), ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
-            continue;
-          }
+          for (int j = 0; j < 4; ++j) {
+            const int row = (4 * chunk + j) * kTile;
+            const int place = tile.first + row - half * kStageTokens;
+            if (row >= tile.rows || place <= -kTile || place >= kStageTokens) continue;
+            float x[2][4];
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int at = place + g + 8 * e;
-            if (row + g + 8 * e >= tile.rows || at < 0 || at >= kStageTokens) continue;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int channel = tile.order_offset < 0 ? 4 * four + i : raw_[tile.order_offset + 4 * four + i];
-              store_key(at, channel, static_cast<std::uint16_t>(ptx::narrow2<C::bfloat>(x[e][i], 0)));
-            }
+            for (int e = 0; e < 2; ++e) dequantizer.expand(codes[j][2 * h + e], x[e]);
+            store_keys(tile, row, place, four, x);
           }
         }
       }
     }
   }
 
-  __device__ void unpack_values(int half) {
-    constexpr int chunks = (C::value_tiles + 3) / 4;
-    const BlockTile& tile = f_.value;
+  // Rows row + g and row + g + 8 of a key tile, place and on of the half.
+  __device__ __forceinline__ void store_keys(const BlockTile& tile, int row, int place, int four,
+                                             const float (&x)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int g = lane / 4;
-    const int t = lane % 4;
-    const int unit = static_cast<int>(threadIdx.x) / 32;  // a tile of 16 places per warp
-    const int four = half * (kStageTokens / kFour) + 4 * unit + t;
-    const BlockDequantizer dequantizer(grids_ + kValueGrid + 4 * four, tile.wide != 0);
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      BlockCodes codes;
-      load_codes(tile, planes_ + 2 * kBlockPlanes, raw_, chunk, g, four, codes);
+    if (tile.first % kTile == 0 && tile.order_offset < 0 && row + kTile <= tile.rows) {
+      std::uint8_t* unit = keys_ + (place / kTile * (tile.depth / kTile) + four / 4) * kQuadBytes;
+      *reinterpret_cast<uint4*>(unit + lane * 16) = {
+          ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[1][0], x[1][1]),
+          ptx::narrow2<C::bfloat>(x[0][2], x[0][3]), ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
+      return;
+    }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int channel_tile = 4 * chunk + j;
-        if (channel_tile >= C::value_tiles) break;
-        float x[2][4];
+    for (int e = 0; e < 2; ++e) {
+      const int inside = lane / 4 + 8 * e;
+      const int at = place + inside;
+      if (row + inside >= tile.rows || at < 0 || at >= kStageTokens) continue;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          dequantizer.expand(codes[j][e], x[e]);
-          if (tile.factor_offset < 0) continue;
-          const float factor = widen(load16(raw_ + tile.factor_offset + 2 * (channel_tile * kTile + g + 8 * e)));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) x[e][i] *= factor;
-        }
-        // Tokens 4t to 4t + 3 are two pairs, of two lanes each.
-        std::uint8_t* to =
-            values_ + (unit * C::value_tiles + channel_tile) * kQuadBytes + (4 * g + 2 * t % 4) * 16 + t / 2 * 8;
-        *reinterpret_cast<uint2*>(to) = {ptx::narrow2<C::bfloat>(x[0][0], x[0][1]),
-                                         ptx::narrow2<C::bfloat>(x[1][0], x[1][1])};
-        *reinterpret_cast<uint2*>(to + 16) = {ptx::narrow2<C::bfloat>(x[0][2], x[0][3]),
-                                              ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
+      for (int i = 0; i < 4; ++i) {
+        const int channel = tile.order_offset < 0 ? 4 * four + i : raw_[tile.order_offset + 4 * four + i];
+        store_key(at, channel, static_cast<std::uint16_t>(ptx::narrow2<C::bfloat>(x[e][i], 0)));
       }
     }
+  }
+
+  __device__ void unpack_values(int half) {
+    constexpr int chunks = (C::value_tiles + 3) / 4;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int job = static_cast<int>(threadIdx.x) / 32; job < 2 * chunks; job += C::warps) {
+      const int chunk = job / 2;
+      const int four = (half * 2 + job % 2) * 8 + lane % 4;
+      StepCodes codes;
+      load_step<C::value_tiles>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, lane / 4, four, codes);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const BlockDequantizer dequantizer(grids_ + kValueGrid + 4 * (four + 4 * h), f_.value.wide != 0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (4 * chunk + j >= C::value_tiles) break;
+          float x[2][4];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) dequantizer.expand(codes[j][2 * h + e], x[e]);
+          store_values(job % 2 * 2 + h, 4 * chunk + j, x);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_values(int token_tile, int channel_tile, float (&x)[2][4]) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    if (f_.value.factor_offset >= 0) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float factor = widen(load16(raw_ + f_.value.factor_offset + 2 * (channel_tile * kTile + g + 8 * e)));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[e][i] *= factor;
+      }
+    }
+    // Tokens 4t to 4t + 3 are two pairs, of two lanes each.
+    std::uint8_t* to =
+        values_ + (token_tile * C::value_tiles + channel_tile) * kQuadBytes + (4 * g + 2 * t % 4) * 16 + t / 2 * 8;
+    *reinterpret_cast<uint2*>(to) = {ptx::narrow2<C::bfloat>(x[0][0], x[0][1]),
+                                     ptx::narrow2<C::bfloat>(x[1][0], x[1][1])};
+    *reinterpret_cast<uint2*>(to + 16) = {ptx::narrow2<C::bfloat>(x[0][2], x[0][3]),
+                                          ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
   }
 
   __device__ __forceinline__ void store_key(int place, int channel, std::uint16_t x) {

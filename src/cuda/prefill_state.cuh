@@ -29,18 +29,18 @@ struct PrefillState {
 };
 
 template <class C>
-using Scores = float[C::m_tiles][C::own_tiles * 2][4];  // tokens 8n + 2t, + 1 of its own, of rows g, g + 8
+using Scores = float[C::m_tiles][kStageTiles * 2][4];  // tokens 8n + 2t, + 1 of rows g, g + 8
 
 // The block's vector that a lane's row e of row tile m is.
 template <class C>
 __device__ __forceinline__ int vector_of(int m, int e) {
   const int thread = static_cast<int>(threadIdx.x);
-  return ((C::shared_vectors ? 0 : thread / 32) * C::m_tiles + m) * 16 + e * 8 + thread % 32 / 4;
+  return (thread / 32 * C::m_tiles + m) * 16 + e * 8 + thread % 32 / 4;
 }
 
 // Weights of 16 tokens as an A fragment of m16n8k16.
 template <class C>
-__device__ __forceinline__ uint4 weight_fragment(const float (&s)[C::own_tiles * 2][4], int token_tile) {
+__device__ __forceinline__ uint4 weight_fragment(const float (&s)[kStageTiles * 2][4], int token_tile) {
   const float(&a)[4] = s[2 * token_tile];
   const float(&b)[4] = s[2 * token_tile + 1];
   return {ptx::narrow2<C::bfloat>(a[0], a[1]), ptx::narrow2<C::bfloat>(a[2], a[3]), ptx::narrow2<C::bfloat>(b[0], b[1]),
@@ -59,7 +59,7 @@ __device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage&
       const int last = min(state.last[m][e], stage.end);
       const int first = max(stage.first, args.window > 0 ? state.last[m][e] - args.window : 0);
 #pragma unroll
-      for (int n = 0; n < C::own_tiles * 2; ++n) {
+      for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = stage.position + 8 * n + 2 * t + i;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void soften(PrefillState<C>& state, Scores<C>& s, flo
     for (int e = 0; e < 2; ++e) {
       float peak = s[m][0][2 * e];
 #pragma unroll
-      for (int n = 0; n < C::own_tiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
+      for (int n = 0; n < kStageTiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
       peak = ptx::xor_max<2>(ptx::xor_max<1>(peak)) * factor;
       const float next = fmaxf(state.maximum[m][e], peak);
       finite[e] = next == kMinusInfinity ? 0.0F : next;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void soften(PrefillState<C>& state, Scores<C>& s, flo
       state.maximum[m][e] = next;
       float sum = 0;
 #pragma unroll
-      for (int n = 0; n < C::own_tiles * 2; ++n) {
+      for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[m][n][2 * e + i];

@@ -27,8 +27,6 @@ struct PrefillConfig {
   static constexpr int m_tiles = !Wgmma && value.dim <= 128 ? 2 : 1;
   static constexpr int vectors = warps * m_tiles * 16;
   static constexpr int blocks = !Wgmma || value.dim <= 128 ? 2 : 1;  // of a multiprocessor: one computes, one unpacks
-  static constexpr int own_tiles = kStageTiles;  // a warp has vectors of its own and all tokens of a stage
-  static constexpr bool shared_vectors = false;
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 

@@ -1,0 +1,302 @@
+// Block pages: recipes whose sealed pages are the CPU's bytes on the device, against the CPU library on the same pages.
+#include "cuda/block.hpp"
+
+#include <algorithm>
+
+#include "cache/page.hpp"
+#include "cuda/attend.hpp"
+#include "cuda/block_reader.hpp"
+#include "cuda/support.hpp"
+
+namespace kvant::cuda::test {
+namespace {
+
+// Tables, outliers, orders of tokens and channels, factors, rotation and every width, together and beside other
+// methods.
+constexpr const char* kRecipes[] = {
+    "kvquant:k=3,v=3",
+    "kvquant:k=2,v=2,sink=0",
+    "kvquant:k=4,v=4,outliers=0.06,voutliers=0.05",
+    "kvquant:k=3,v=2,outliers=0,voutliers=0",
+    "k=kvquant:2,v=kivi:4",
+    "k=kivi:3,v=kvquant:4",
+    "zipcache",
+    "zipcache:salient=0.5,saliency=norm",
+    "zipcache:salient=0.13,high=8,low=4,vhigh=5,vlow=1,sink=4",
+    "zipcache:salient=0.9,high=3,low=1,vhigh=4,vlow=3",
+    "k=zipcache,v=waterfill:3,salient=0.4",
+    "k=kivi:2,v=zipcache",
+    "waterfill:rotate=0",
+    "waterfill:k=3.5,low=1,high=6,v=8",
+    "k=waterfill:2.28,high=6,v=kivi:2",
+    "k=kivi:4,v=waterfill:2",
+    "k=kitty,v=waterfill:2,shared=1",
+    "kitty:selector=variance",
+    "kivi:k=8,v=8",
+    "kivi:k=1,v=5",
+    "kivi:k=7,v=6",
+};
+
+Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
+  std::mt19937 random(seed);
+  Cache cache(parse_recipe(recipe), shape);
+  const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
+  const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
+  cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
+               dense_view(values.data(), shape.dtype, tokens, shape.kv_heads, shape.value_dim));
+  return cache;
+}
+
+// ---- without a GPU
+
+struct HostWiden {
+  DType type;
+  double operator()(const std::uint8_t* p) const { return base::load_float(p, type, 0); }
+};
+
+// Blocks of `block` values by the Hadamard matrix, by definition.
+std::vector<double> turned(const std::vector<double>& x, int block) {
+  std::vector<double> out(x.size());
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const std::size_t first = i / static_cast<std::size_t>(block) * static_cast<std::size_t>(block);
+    for (std::size_t k = 0; k < static_cast<std::size_t>(block); ++k) {
+      out[i] += (std::popcount(k & (i - first)) % 2 == 0 ? 1 : -1) * x[first + k];
+    }
+  }
+  return out;
+}
+
+// The largest difference of one head's page to what the CPU decodes, over the largest value.
+double decoding_error(const Cache& cache, int head) {
+  const CacheShape& shape = cache.shape();
+  const auto block = cache.store().sealed_block(1);
+  const BlockFormat format = make_block_format(cache.recipe(), shape);
+  const BlockReader<HostWiden> reader(format, reinterpret_cast<const std::uint8_t*>(block.data()), head, {shape.dtype});
+  std::vector<float> keys(static_cast<std::size_t>(shape.key_dim * kPage));
+  std::vector<float> values(static_cast<std::size_t>(shape.value_dim * kPage));
+  const PageLayout& layout = cache.store().layout();
+  cache::decode_keys(layout, shape.dtype, block.data(), head, {}, keys.data());
+  cache::decode_values(layout, shape.dtype, block.data(), head, values.data());
+  double error = 0;
+  double largest = 0;
+  const auto compare = [&](double got, float want) {
+    error = std::max(error, std::fabs(got - want));
+    largest = std::max(largest, std::fabs(static_cast<double>(want)));
+  };
+  for (int place = 0; place < kPage; ++place) {
+    for (int i = 0; i < shape.key_dim; ++i) {
+      compare(reader.key(place, i), keys[static_cast<std::size_t>(reader.channel(i) * kPage + reader.token(place))]);
+    }
+    std::vector<double> row;
+    for (int c = 0; c < shape.value_dim; ++c) row.push_back(reader.value(place, c));
+    row = turned(row, format.value.rotation);
+    const float* want = values.data() + static_cast<std::ptrdiff_t>(reader.token(place)) * shape.value_dim;
+    for (int c = 0; c < shape.value_dim; ++c) compare(row[static_cast<std::size_t>(c)], want[c]);
+  }
+  return error / largest;
+}
+
+TEST(BlockPage, HoldsWhatTheCpuDecodes) {
+  for (const char* recipe : kRecipes) {
+    for (const auto& [key, value] : {std::pair{64, 64}, {96, 128}, {128, 96}, {192, 256}, {256, 192}}) {
+      for (const DType type : {DType::f16, DType::bf16}) {
+        SCOPED_TRACE(std::string(recipe) + " " + std::to_string(key) + "x" + std::to_string(value));
+        const Cache cache = random_cache(recipe, {2, key, value, type}, 500, 5);
+        for (int head = 0; head < 2; ++head) EXPECT_LE(decoding_error(cache, head), 2e-6);
+      }
+    }
+  }
+}
+
+TEST(BlockPage, IsTheCpusBlock) {
+  const CacheShape shape{8, 128, 128, DType::f16};
+  for (const char* recipe : {"kvquant:k=3,v=3", "zipcache", "kivi:k=8,v=8"}) {
+    EXPECT_TRUE(choose_format(parse_recipe(recipe), shape).block.present()) << recipe;
+    EXPECT_EQ(page_bytes(parse_recipe(recipe), shape), make_layout(parse_recipe(recipe), shape).page_bytes) << recipe;
+  }
+  EXPECT_FALSE(choose_format(parse_recipe("kivi:k=2,v=2"), shape).block.present());
+  EXPECT_FALSE(choose_format(parse_recipe("small"), shape).block.present());
+}
+
+TEST(BlockPage, RefusesWhatItCannotHold) {
+  const CacheShape shape{1, 128, 128, DType::f16};
+  const auto refused = [&](const char* recipe, const CacheShape& s, const char* word) {
+    try {
+      choose_format(parse_recipe(recipe), s);
+      ADD_FAILURE() << recipe;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+    }
+  };
+  refused("kvquant:rope=before", shape, "rope");
+  refused("kvquant:page=64", shape, "page");
+  refused("f16", shape, "f16");
+  refused("zipcache", {1, 80, 128, DType::f16}, "80");
+  refused("kvquant", {1, 128, 128, DType::f32}, "f32");
+}
+
+// ---- on the GPU
+
+double block_tolerance(DType type) {
+  return type == DType::bf16 ? 5e-3 : 1e-3;  // dequantized keys and values are rounded to the type
+}
+
+void expect_blocks(const Shape& shape, unsigned seed = 1) {
+  SCOPED_TRACE(text_of(shape));
+  const Twins twins(shape, seed);
+  const Twins::Result cpu = twins.on_cpu();
+  const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
+  ASSERT_EQ(plan.path(), AttendPath::prefill);
+  EXPECT_NE(plan.describe().find("CPU blocks"), std::string::npos) << plan.describe();
+  const Twins::Result gpu = twins.on_gpu(plan);
+  const double error = relative_error(gpu.out, cpu.out);
+  EXPECT_LE(error, block_tolerance(shape.cache.dtype)) << plan.describe();
+  EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
+  std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
+  const Twins::Result reference = twins.on_gpu(AttendPath::reference);
+  EXPECT_LE(relative_error(reference.out, cpu.out), shape.cache.dtype == DType::bf16 ? 3e-3 : 4e-4) << "reference";
+  EXPECT_LE(relative_error(reference.lse, cpu.lse), 1e-3) << "reference, log-sum-exp";
+}
+
+TEST(GpuBlock, RecipesDecode) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : kRecipes) {
+    Shape shape;
+    shape.recipe = recipe;
+    shape.lengths = {1337, 400};
+    expect_blocks(shape);
+  }
+}
+
+TEST(GpuBlock, RecipesPrefill) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : kRecipes) {
+    Shape shape;
+    shape.recipe = recipe;
+    shape.rows = 70;
+    shape.group = 3;
+    shape.lengths = {1100, 300};
+    expect_blocks(shape);
+  }
+}
+
+TEST(GpuBlock, EveryKernelOfTheBuild) {
+  KVANT_NEEDS_GPU();
+  ASSERT_FALSE(block_kernels().empty());
+  for (const BlockKernel& kernel : block_kernels()) {
+    const bool few = kernel.key_dim != 0;
+    for (const int key_dim : {64, 96, 128, 192, 256}) {
+      if (few && key_dim != kernel.key_dim) continue;
+      for (const char* recipe : {"kvquant:k=3,v=3", "zipcache", "k=waterfill:2.5,v=kivi:2", "kivi:k=8,v=8"}) {
+        Shape shape;
+        shape.recipe = recipe;
+        shape.cache = {2, key_dim, kernel.value_dim, kernel.bfloat ? DType::bf16 : DType::f16};
+        shape.rows = few ? 2 : 30;
+        shape.lengths = {900, 130, 257};
+        const Twins twins(shape);
+        const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
+        ASSERT_TRUE(plan.impl().block) << text_of(shape);
+        EXPECT_EQ(plan.impl().block->function, kernel.function) << text_of(shape);
+        expect_blocks(shape);
+      }
+    }
+  }
+}
+
+TEST(GpuBlock, LengthsAroundPageBoundaries) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kvquant:k=3,v=3,window=0", "kvquant:k=2,v=2,sink=128", "zipcache:sink=32",
+                             "zipcache:window=0", "kivi:k=8,v=8,sink=4,window=16"}) {
+    for (const int rows : {1, 3, 130}) {
+      Shape shape;
+      shape.recipe = recipe;
+      shape.rows = rows;
+      shape.lengths = {0,   1,   2,   15,  16,  17,  63,  64,  65,  127, 128,
+                       129, 191, 192, 193, 255, 256, 257, 383, 384, 385, 513};
+      expect_blocks(shape);
+    }
+  }
+}
+
+TEST(GpuBlock, QueryGroupsAndRows) {
+  KVANT_NEEDS_GPU();
+  for (const int group : {1, 3, 4, 5, 8, 16}) {
+    for (const int rows : {1, 4, 8, 50}) {
+      Shape shape;
+      shape.recipe = group % 2 == 0 ? "zipcache" : "kvquant:k=3,v=3";
+      shape.group = group;
+      shape.rows = rows;
+      shape.lengths = {700, 385};
+      expect_blocks(shape);
+    }
+  }
+}
+
+TEST(GpuBlock, WindowCapScaleAndSinks) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kvquant:k=2,v=2,sink=40", "zipcache:sink=4"}) {
+    for (const int window : {0, 1, 100, 128, 300, 5000}) {
+      for (const float cap : {0.0F, 2.0F, 50.0F}) {
+        Shape shape;
+        shape.recipe = recipe;
+        shape.rows = window == 300 ? 60 : 3;
+        shape.options.sliding_window = window;
+        shape.options.softcap = cap;
+        shape.options.scale = window == 100 ? -0.3F : 0.3F;
+        shape.lengths = {1000, 129};
+        expect_blocks(shape);
+      }
+    }
+  }
+  for (const int rows : {1, 20}) {
+    Shape shape;
+    shape.recipe = "kvquant:k=3,v=3";
+    shape.rows = rows;
+    shape.lengths = {1000, 5, 0};
+    Twins twins(shape);
+    const std::vector<float> sinks = {0.5F, -1, 3, 100, -50, 0, 1, 2};
+    Guarded memory(sinks.size() * 4);
+    memory.write(sinks.data());
+    twins.shape.options.sinks = static_cast<const float*>(memory.data());
+    const Twins::Result cpu = twins.on_cpu(sinks.data());
+    for (const AttendPath path : {AttendPath::reference, AttendPath::automatic}) {
+      EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
+    }
+  }
+}
+
+// One part and many, more parts than a short sequence has stages; the same bits every time.
+TEST(GpuBlock, Parts) {
+  KVANT_NEEDS_GPU();
+  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 20000}, {300, 200}}) {
+    for (const char* recipe : {"kvquant:k=3,v=3", "zipcache"}) {
+      Shape shape;
+      shape.recipe = recipe;
+      shape.lengths.assign(static_cast<std::size_t>(sequences), length);
+      expect_blocks(shape);
+    }
+  }
+  Shape ragged;
+  ragged.recipe = "kvquant:k=2,v=2";
+  ragged.lengths = {5000, 3, 0, 129, 20000, 777, 1, 4096};
+  expect_blocks(ragged);
+  const Twins twins(ragged);
+  const Twins::Result first = twins.on_gpu(AttendPath::automatic);
+  EXPECT_EQ(twins.on_gpu(AttendPath::automatic).out, first.out);
+}
+
+TEST(GpuBlock, UploadAndDownloadKeepEveryBit) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : kRecipes) {
+    Shape shape;
+    shape.recipe = recipe;
+    shape.lengths = {1000, 128, 0, 260};
+    const Twins twins(shape);
+    for (std::size_t b = 0; b < twins.caches.size(); ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
+    EXPECT_THROW(twins.sequences[0].download_block(7), Error);
+  }
+}
+
+}  // namespace
+}  // namespace kvant::cuda::test
