@@ -73,8 +73,9 @@ __device__ __forceinline__ std::uint32_t take_field(std::uint32_t word, int righ
   return __funnelshift_r(word, word, static_cast<unsigned>(right)) & mask;
 }
 
-// chunk: row tiles 4 chunk to 4 chunk + 3; those that the tile does not have become zeros. planes: of this page, read
-// where they are its own. RowTiles: of the tile; 0: not known to the compiler.
+// chunk: row tiles 4 chunk to 4 chunk + 3; those that the tile does not have become zeros. planes: of this page, in
+// shared memory. RowTiles: of the tile; 0: not known to the compiler. Large: loops over steps stay loops, as more code
+// than the instruction caches hold costs more than a loop does.
 template <int RowTiles>
 __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlane* planes, const std::uint8_t* head,
                                           int chunk, int g, int four, StepCodes& codes) {
@@ -84,20 +85,18 @@ __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlan
   if (whole && tile.joined == 2) return load_table_step<2>(tile, head, chunk, g, four, codes);
 #pragma unroll
   for (int j = 0; j < 4; ++j) codes[j][0] = codes[j][1] = codes[j][2] = codes[j][3] = 0;
-  const bool own = tile.counts_offset >= 0;
-  const int count = own ? kBlockPlanes : tile.plane_count;
+  const int count = tile.counts_offset >= 0 ? kBlockPlanes : tile.plane_count;
 #pragma unroll 1
   for (int p = 0; p < count; ++p) {
-    const BlockPlane plane = own ? planes[p] : tile.planes[p];
+    const BlockPlane plane = planes[p];
     const int bits = plane.bits;
-    const int shift = plane.shift;
-    const std::uint32_t field = (((1U << bits) - 1) << shift) * 0x01010101U;
     const std::uint8_t* from = head + plane.offset + g * kFour;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int k = four + 4 * h - plane.first;
       const bool inside = k >= 0 && k < plane.fours;
-      const std::uint32_t mask = inside ? field : 0U;
+      const int shift = plane.shift + block_lift(tile, four + 4 * h);
+      const std::uint32_t mask = inside ? (((1U << bits) - 1) << shift) * 0x01010101U : 0U;
       k = inside ? k : 0;
       std::uint32_t w[2];
       if (!whole) {

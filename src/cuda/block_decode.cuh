@@ -40,7 +40,11 @@ struct BlockDecodeConfig {
   static constexpr int x_bytes = 2 * vectors * x_stride * 4;
   static constexpr int planes_offset = x_offset + (x_bytes > grid_bytes ? x_bytes : grid_bytes);
   static constexpr int sums_offset = planes_offset + 3 * kBlockPlanes * 16;
-  static constexpr int raw_offset = sums_offset + vectors * ValueDim * 4;
+  static constexpr int sums_stride = ValueDim + 8;
+  static constexpr int weights_offset = sums_offset + vectors * sums_stride * 4;
+  static constexpr int list_offset = weights_offset + 8 * 32 * 4;
+  static constexpr int list_slots = 256;
+  static constexpr int raw_offset = list_offset + list_slots * 4;
   static constexpr int fixed_bytes = raw_offset;
 
   static constexpr int warp_bytes(int page_bytes) { return fixed_bytes + page_bytes; }
@@ -64,7 +68,14 @@ class BlockWarp {
     const int row = (segment.vector0 + owner_.vector) / args.group;
     last_ = args.lengths[segment.sequence] - args.rows + row + 1;
     first_ = args.window > 0 ? max(0, last_ - args.window) : 0;
-    for (int i = lane_; i < C::vectors * C::value.dim; i += 32) sums()[i] = 0;
+    for (int i = lane_; i < C::vectors * C::sums_stride; i += 32) sums(0)[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockPlanes; ++i) {
+      if (lane_ != i) continue;
+      planes(0)[i] = f_.key.planes[i];
+      planes(1)[i] = f_.rest.planes[i];
+      planes(2)[i] = f_.value.planes[i];
+    }
     __syncwarp();
   }
 
@@ -94,6 +105,7 @@ class BlockWarp {
     if (f_.rest.rows > 0) score_tile(f_.rest, 1);
     __syncwarp();
     add_key_outliers();
+    list_outliers();
     __syncwarp();
   }
 
@@ -101,24 +113,22 @@ class BlockWarp {
   __device__ void mix(const std::uint8_t* page, int position, WarpState<C>& state) {
     const BlockTile& tile = f_.value;
     const float gain = prepare_values();
-    std::uint32_t weights[8];
-    const Mixed mixed = soften(position, gain, state, weights);
-#pragma unroll
+    const Mixed mixed = soften(position, gain, state);
+    const auto* weights = reinterpret_cast<const std::uint32_t*>(own_ + C::weights_offset) + lane_;
+    float* own = sums(owner_.t) + owner_.g;
+#pragma unroll 1
     for (int chunk = 0; chunk < (C::value_tiles + 3) / 4; ++chunk) {
       std::int32_t c[4][4];
 #pragma unroll
+      for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B000000;
+#pragma unroll 1
       for (int step = 0; step < kPage / kStep; ++step) {
         StepCodes codes;
         load_step<C::value_tiles>(tile, planes(2), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
+        const std::uint32_t b0 = weights[64 * step];
+        const std::uint32_t b1 = weights[64 * step + 32];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (4 * chunk + j >= C::value_tiles) break;
-          if (step == 0) {
-            ptx::mma_bytes_from<false>(0x4B000000, c[j], codes[j], weights[0], weights[1]);
-          } else {
-            ptx::mma_bytes<false>(c[j], codes[j], weights[2 * step], weights[2 * step + 1]);
-          }
-        }
+        for (int j = 0; j < 4; ++j) ptx::mma_bytes<false>(c[j], codes[j], b0, b1);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -128,30 +138,31 @@ class BlockWarp {
           const float high = __int_as_float(c[j][2 * e]) - kValueMagic;
           const float low = __int_as_float(c[j][2 * e + 1]) - kValueMagic;
           float out = fmaf(fmaf(high, 256.0F, low), mixed.factor, mixed.bias);
-          const int channel = kTile * (4 * chunk + j) + 8 * e + owner_.g;
-          if (tile.factor_offset >= 0) out *= widen(raw() + tile.factor_offset + 2 * channel);
-          state.o[0][4 * chunk + j][e] += out;
+          const int channel = kTile * (4 * chunk + j) + 8 * e;
+          if (tile.factor_offset >= 0) out *= widen(raw() + tile.factor_offset + 2 * (channel + owner_.g));
+          own[channel] += out;
         }
       }
     }
+    __syncwarp();
     add_value_outliers(page);
   }
 
-  // After the last page: what outliers added, and rotated values to plain ones.
+  // After the last page: outputs to their owners, rotated values to plain ones.
   __device__ void finish(WarpState<C>& state) {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < C::value_tiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        state.o[0][j][e] += sums()[owner_.t * C::value.dim + kTile * j + 8 * e + owner_.g];
+        state.o[0][j][e] = sums(owner_.t)[kTile * j + 8 * e + owner_.g];
       }
     }
     if (f_.value.rotation > 1) turn(state);
   }
 
  private:
-  static constexpr int kHeld = 8;  // slots of the values' list that a lane asks for early
+  static constexpr int kHeld = C::list_slots / 32;  // slots of the values' list that a lane asks for early
 
   struct Mixed {
     float factor, bias;  // of the owned vector: integer sum -> output, and what every channel gets
@@ -163,8 +174,12 @@ class BlockWarp {
   __device__ float* scores(int vector) const {
     return reinterpret_cast<float*>(own_) + vector * C::s_stride;
   }
-  __device__ float* sums() const {
-    return reinterpret_cast<float*>(own_ + C::sums_offset);
+  // Outputs so far, relative to the running maximum of the vector. Not in registers: then a loop over channels is one.
+  __device__ float* sums(int vector) const {
+    return reinterpret_cast<float*>(own_ + C::sums_offset) + vector * C::sums_stride;
+  }
+  __device__ std::uint32_t* list() const {
+    return reinterpret_cast<std::uint32_t*>(own_ + C::list_offset);
   }
   __device__ float2* grid() const {
     return reinterpret_cast<float2*>(own_ + C::x_offset);
@@ -183,18 +198,27 @@ class BlockWarp {
     for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
   }
 
-  // The planes of this page, for load_step; lanes keep them as well.
-  __device__ __forceinline__ void place_planes(const BlockTile& tile, int number, BlockPlane (&p)[kBlockPlanes]) {
-    block_planes(tile, raw(), p);
+  // The planes of this page, where pages have their own.
+  __device__ void place_planes(const BlockTile& tile, int number) {
     if (tile.counts_offset < 0) return;
+    BlockPlane p[kBlockPlanes];
+    block_planes(tile, raw(), p);
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ == i) planes(number)[i] = p[i];
     }
+    __syncwarp();
   }
-  __device__ __forceinline__ float rate(const BlockTile& tile, const BlockPlane (&p)[kBlockPlanes], int i) const {
-    return tile.levels > 0 ? 1.0F / static_cast<float>(tile.levels)
-                           : 1.0F / static_cast<float>(max(1, block_levels(tile, p, i)));
+  // 1 / steps of the grid as codes are read.
+  __device__ __forceinline__ float rate(const BlockTile& tile, int number, int i) const {
+    if (tile.levels > 0) return tile.rate;
+    int levels = 0;
+#pragma unroll 1
+    for (int p = 0; p < kBlockPlanes; ++p) {
+      const BlockPlane plane = planes(number)[p];
+      levels += plane.covers(i) ? plane.largest() : 0;
+    }
+    return ptx::reciprocal(static_cast<float>(levels << block_lift(tile, i / kFour)));
   }
 
   // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
@@ -203,8 +227,7 @@ class BlockWarp {
     constexpr int fours = C::key.dim / kFour;
     constexpr int rounds = (fours + 31) / 32;
     auto* x = reinterpret_cast<std::uint32_t*>(own_ + C::x_offset);
-    BlockPlane p[kBlockPlanes];
-    place_planes(tile, number, p);
+    place_planes(tile, number);
     float v[rounds][C::vectors][4];
     float peak[4] = {1e-30F, 1e-30F, 1e-30F, 1e-30F};
     float offset[4] = {0, 0, 0, 0};
@@ -220,7 +243,7 @@ class BlockWarp {
       for (int i = 0; i < 4; ++i) {
         const float min = live * (i % 2 == 0 ? low[i / 2].x : low[i / 2].y);
         const float max = live * (i % 2 == 0 ? high[i / 2].x : high[i / 2].y);
-        const float width = (max - min) * rate(tile, p, 4 * four + i);
+        const float width = (max - min) * rate(tile, number, 4 * four + i);
         const float4 q = queries_[tile.order_offset < 0 ? 4 * four + i : raw()[tile.order_offset + 4 * four + i]];
         const float parts[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -268,13 +291,12 @@ class BlockWarp {
         std::int32_t c[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B400000;
-#pragma unroll
-        for (int k = 0; k < (C::steps < most ? C::steps : most); ++k) {
-          if (C::steps % most != 0 && first + k >= C::steps) break;
+#pragma unroll 1
+        for (int step = first; step < min(first + most, C::steps); ++step) {
           StepCodes codes;
-          load_step<0>(tile, planes(number), raw(), chunk, owner_.g, 8 * (first + k) + owner_.t, codes);
-          const std::uint32_t b0 = x[8 * (first + k)];
-          const std::uint32_t b1 = x[8 * (first + k) + 4];
+          load_step<0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
+          const std::uint32_t b0 = x[8 * step];
+          const std::uint32_t b1 = x[8 * step + 4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
         }
@@ -303,8 +325,9 @@ class BlockWarp {
     const BlockTile& tile = f_.key;
     const BlockOutliers& list = tile.outliers;
     const float scale = args_.scale * kLog2e;
+#pragma unroll 1
     for (int slot = lane_; slot < list.slots; slot += 32) {
-      const int channel = slot / list.per_vector;
+      const int channel = block_slot_channel(list, slot);
       const float x = widen(raw() + list.value_offset + 2 * slot);
       const float low = widen(raw() + tile.min_offset + 2 * channel);
       const float high = widen(raw() + tile.max_offset + 2 * channel);
@@ -325,8 +348,7 @@ class BlockWarp {
   // {min, width} of every place; returns what makes weights times widths use 16 bits.
   __device__ __forceinline__ float prepare_values() {
     const BlockTile& tile = f_.value;
-    BlockPlane p[kBlockPlanes];
-    place_planes(tile, 2, p);
+    place_planes(tile, 2);
     const std::uint8_t* ends = tile.shared_grid != 0 ? raw() + f_.head_bytes - tile.min_offset : raw();
     float widest = 1e-30F;
     float2 pairs[4];
@@ -335,7 +357,7 @@ class BlockWarp {
       const int i = 4 * lane_ + b;
       const int at = 2 * block_grid_index(f_, tile, raw(), i);
       const float low = widen(ends + tile.min_offset + at);
-      const float width = (widen(ends + tile.max_offset + at) - low) * rate(tile, p, i);
+      const float width = (widen(ends + tile.max_offset + at) - low) * rate(tile, 2, i);
       pairs[b] = {low, width};
       widest = fmaxf(widest, width);
     }
@@ -349,26 +371,34 @@ class BlockWarp {
 
   // Scores to weights, as bytes: lane 4g + t has the high (g even) or the low ones of vector g / 2 at places 16 i + 4t
   // to + 3, which is how they are multiplied. Weights themselves take the place of the scores where outliers need them.
-  __device__ __forceinline__ Mixed soften(int position, float gain, WarpState<C>& state, std::uint32_t (&weights)[8]) {
+  __device__ __forceinline__ Mixed soften(int position, float gain, WarpState<C>& state) {
+    auto* weights = reinterpret_cast<std::uint32_t*>(own_ + C::weights_offset) + lane_;
     float* own = scores(owner_.vector) + 4 * owner_.t;
     float s[8][4];
-    float peak = kMinusInfinity;
-    const bool hidden = hides(position);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float4 four = *reinterpret_cast<const float4*>(own + 16 * i);
-      const float parts[4] = {four.x, four.y, four.z, four.w};
+      s[i][0] = four.x;
+      s[i][1] = four.y;
+      s[i][2] = four.z;
+      s[i][3] = four.w;
+    }
+    if (args_.softcap > 0) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        s[i][b] = args_.softcap > 0 ? cap_score(parts[b], args_) : parts[b];
-        if (hidden) {
-          const int place = 16 * i + 4 * owner_.t + b;
-          const int at = position + (f_.tokens_offset < 0 ? place : raw()[f_.tokens_offset + place]);
-          if (at < max(first_, segment_.sinks) || at >= last_) s[i][b] = kMinusInfinity;
-        }
-        peak = fmaxf(peak, s[i][b]);
+      for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = cap_score(s[i / 4][i % 4], args_);
+    }
+    if (hides(position)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int place = 16 * (i / 4) + 4 * owner_.t + i % 4;
+        const int at = position + (f_.tokens_offset < 0 ? place : raw()[f_.tokens_offset + place]);
+        if (at < max(first_, segment_.sinks) || at >= last_) s[i / 4][i % 4] = kMinusInfinity;
       }
     }
+    float peak = kMinusInfinity;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) peak = fmaxf(peak, s[i / 4][i % 4]);
+
     peak = ptx::xor_max<2>(ptx::xor_max<1>(peak));
     const float top = peak == kMinusInfinity ? 0.0F : peak;
     float sum = 0;
@@ -389,7 +419,7 @@ class BlockWarp {
         bias = fmaf(s[i][b], low[b], bias);
         r[b] = __float_as_uint(fmaf(s[i][b] * gain, width[b], kValueMagic));
       }
-      weights[i] = __byte_perm(__byte_perm(r[0], r[1], pick), __byte_perm(r[2], r[3], pick), 0x5410);
+      weights[32 * i] = __byte_perm(__byte_perm(r[0], r[1], pick), __byte_perm(r[2], r[3], pick), 0x5410);
     }
     sum = ptx::xor_sum<2>(ptx::xor_sum<1>(sum));
     bias = ptx::xor_sum<2>(ptx::xor_sum<1>(bias));
@@ -400,11 +430,11 @@ class BlockWarp {
     const float before = state.maximum[0];
     const float finite = state.raise(0, owned_peak);
     const float beta = ptx::exp2_fast(owned_peak - finite);
+    if (__any_sync(0xFFFFFFFFU, state.maximum[0] > before)) {
+      const float alpha = ptx::exp2_fast(before - finite);
+      for (int c = owner_.g; c < C::value.dim; c += 8) sums(owner_.t)[c] *= alpha;
+    }
     if (f_.value.outliers.slots > 0) {
-      if (__any_sync(0xFFFFFFFFU, state.maximum[0] > before)) {
-        const float alpha = ptx::exp2_fast(before - finite);
-        for (int c = owner_.g; c < C::value.dim; c += 8) sums()[owner_.t * C::value.dim + c] *= alpha;
-      }
       const float own_beta = __shfl_sync(0xFFFFFFFFU, beta, owner_.vector);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -413,8 +443,8 @@ class BlockWarp {
                                                       s[i][3] * own_beta};
         }
       }
-      __syncwarp();
     }
+    __syncwarp();
     const float owned_sum = __shfl_sync(0xFFFFFFFFU, sum, from);
     if (owner_.g == 0) state.sum[0] = fmaf(beta, owned_sum, state.sum[0]);
     return {beta * ptx::reciprocal(gain), beta * __shfl_sync(0xFFFFFFFFU, bias, from)};
@@ -443,17 +473,21 @@ class BlockWarp {
       if (slot < range_.end) held_[i] = load_slot(page, slot);
     }
   }
-  __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page) {
+  // To shared memory, where a loop can find it.
+  __device__ __forceinline__ void list_outliers() {
     if (f_.value.outliers.slots == 0) return;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (range_.begin + lane_ + 32 * i < range_.end) add_value_outlier(held_[i]);
-    }
-    for (int slot = range_.begin + lane_ + 32 * kHeld; slot < range_.end; slot += 32) {
-      add_value_outlier(load_slot(page, slot));
+    for (int i = 0; i < kHeld; ++i) list()[lane_ + 32 * i] = held_[i];
+  }
+  __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page) {
+    if (f_.value.outliers.slots == 0) return;
+#pragma unroll 1
+    for (int i = lane_; i < range_.end - range_.begin; i += 32) {
+      add_value_outlier(i < C::list_slots ? list()[i] : load_slot(page, range_.begin + i));
     }
     __syncwarp();
   }
+
   __device__ __forceinline__ void add_value_outlier(std::uint32_t slot) {
     const BlockTile& tile = f_.value;
     const int channel = static_cast<int>(slot >> 16 & 0xFFU);
@@ -463,7 +497,7 @@ class BlockWarp {
     const float rest = ptx::widen2<C::bfloat>(slot & 0xFFFFU).x - fmaf(static_cast<float>(middle), pair.y, pair.x);
 #pragma unroll
     for (int k = 0; k < C::vectors; ++k) {
-      atomicAdd(sums() + k * C::value.dim + channel, scores(k)[place] * rest);
+      atomicAdd(sums(k) + channel, scores(k)[place] * rest);
     }
   }
 

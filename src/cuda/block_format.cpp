@@ -21,6 +21,8 @@ BlockOutliers make_outliers(const OutlierLayout& from) {
   BlockOutliers list;
   if (from.slots == 0) return list;
   list.per_vector = 2 * from.per_end;
+  list.inverse =
+      ((1U << 20) + static_cast<std::uint32_t>(list.per_vector) - 1) / static_cast<std::uint32_t>(list.per_vector);
   list.slots = from.slots;
   list.value_offset = narrow(from.value_offset);
   list.row_offset = narrow(from.row_offset);
@@ -66,9 +68,19 @@ BlockTile make_tile(const TileLayout& from, int first) {
     }
     levels = tile.levels = kTableStepsOnDevice;
   }
+  if (tile.levels > 0) tile.rate = 1.0F / static_cast<float>(tile.levels);
   tile.wide = levels > 127 ? 1 : 0;
   tile.outliers = make_outliers(from.outliers);
   return tile;
+}
+
+// Value tiles whose first tokens are wider.
+void lift_narrow_codes(BlockTile& tile) {
+  for (const BlockPlane& plane : tile.planes) {
+    if (plane.depth == 0 || plane.depth == tile.depth) continue;
+    tile.lift += plane.bits;
+    tile.lift_from = plane.fours;
+  }
 }
 
 }  // namespace
@@ -86,6 +98,7 @@ BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
   format.key = make_tile(layout.key, 0);
   if (layout.key_rest.rows > 0) format.rest = make_tile(layout.key_rest, layout.key.rows);
   format.value = make_tile(layout.value, 0);
+  lift_narrow_codes(format.value);
   format.head_bytes = narrow(layout.head_bytes);
   format.page_bytes = narrow(layout.page_bytes);
   format.kv_heads = shape.kv_heads;

@@ -31,6 +31,7 @@ struct alignas(16) BlockPlane {
 // OutlierLayout. Offsets count from where those of the grid do.
 struct BlockOutliers {
   std::int32_t per_vector = 0;  // slots of a key channel; 0: no list
+  std::uint32_t inverse = 0;    // 2^20 / per_vector, rounded up
   std::int32_t slots = 0;
   std::int32_t value_offset = 0;
   std::int32_t row_offset = 0;    // 1 byte each: no dimension is above 256
@@ -54,7 +55,12 @@ struct BlockTile {
   std::int32_t factor_offset = -1;  // values: a factor per channel; -1: none
   std::int32_t rotation = 1;
   std::int32_t shared_grid = 0;
-  std::int32_t levels = 0;      // steps of the grid; 0: depth indices differ
+  std::int32_t levels = 0;  // steps of the grid; 0: depth indices differ
+  float rate = 0;           // 1 / levels
+  // Values with wider tokens: codes of fours from lift_from on are read `lift` bits up, so that all steps are about as
+  // long. The product rounds weights relative to the longest.
+  std::int32_t lift = 0;
+  std::int32_t lift_from = 0;
   std::int32_t table_bits = 0;  // of a code that `table` turns into a step of the grid; 0: codes are steps
   std::int32_t joined = 0;      // 2 or 3: codes with a table are one 2-bit plane, or that and a 1-bit plane above it
   std::int32_t wide = 0;        // 1: steps above 127 occur
@@ -157,6 +163,16 @@ KVANT_BOTH inline int block_levels(const BlockTile& tile, const BlockPlane (&pla
   int levels = 0;
   for (int p = 0; p < kBlockPlanes; ++p) levels += planes[p].covers(i) ? planes[p].largest() : 0;
   return levels;
+}
+
+// Bits by which kernels read the codes of a four up.
+KVANT_BOTH constexpr int block_lift(const BlockTile& tile, int four) {
+  return four >= tile.lift_from ? tile.lift : 0;
+}
+
+// Which channel a slot of a key tile's list belongs to.
+KVANT_BOTH constexpr int block_slot_channel(const BlockOutliers& list, int slot) {
+  return static_cast<int>(static_cast<std::uint32_t>(slot) * list.inverse >> 20);
 }
 
 // Where a depth index's endpoints lie among those of the tile: grids that heads share lie by token.

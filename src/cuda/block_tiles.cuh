@@ -173,7 +173,8 @@ class BlockPage {
       const int at = 2 * block_grid_index(f_, tile, raw_, i);
       const float low = widen(load16(ends + tile.min_offset + at));
       const float high = widen(load16(ends + tile.max_offset + at));
-      const float width = (high - low) / static_cast<float>(block_levels(tile, planes, i));
+      const float width =
+          (high - low) / static_cast<float>(block_levels(tile, planes, i) << block_lift(tile, i / kFour));
       grids_[grid + i] = BlockDequantizer::place_grid(low, width, tile.wide != 0);
     }
   }
@@ -211,22 +212,30 @@ class BlockPage {
   __device__ __forceinline__ void store_keys(const BlockTile& tile, int row, int place, int four,
                                              const float (&x)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const uint4 packed{ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[1][0], x[1][1]),
+                       ptx::narrow2<C::bfloat>(x[0][2], x[0][3]), ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
     if (tile.first % kTile == 0 && tile.order_offset < 0 && row + kTile <= tile.rows) {
       std::uint8_t* unit = keys_ + (place / kTile * (tile.depth / kTile) + four / 4) * kQuadBytes;
-      *reinterpret_cast<uint4*>(unit + lane * 16) = {
-          ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[1][0], x[1][1]),
-          ptx::narrow2<C::bfloat>(x[0][2], x[0][3]), ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
+      *reinterpret_cast<uint4*>(unit + lane * 16) = packed;
       return;
     }
+    scatter_keys(*this, tile.rows - row, place, four, packed);
+  }
+
+  // Where channels have an order, or rows are not aligned with tiles; out of line, as it would be most of the loop.
+  // rows: that the tile has left.
+  static __device__ __noinline__ void scatter_keys(BlockPage& page, int rows, int place, int four, uint4 packed) {
+    const std::uint32_t pairs[2][2] = {{packed.x, packed.z}, {packed.y, packed.w}};
+    const int order = place < page.f_.key.rows ? page.f_.key.order_offset : -1;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int inside = lane / 4 + 8 * e;
+      const int inside = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * e;
       const int at = place + inside;
-      if (row + inside >= tile.rows || at < 0 || at >= kStageTokens) continue;
+      if (inside >= rows || at < 0 || at >= kStageTokens) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int channel = tile.order_offset < 0 ? 4 * four + i : raw_[tile.order_offset + 4 * four + i];
-        store_key(at, channel, static_cast<std::uint16_t>(ptx::narrow2<C::bfloat>(x[e][i], 0)));
+        const int channel = order < 0 ? 4 * four + i : page.raw_[order + 4 * four + i];
+        page.store_key(at, channel, static_cast<std::uint16_t>(pairs[e][i / 2] >> (16 * (i % 2)) & 0xFFFFU));
       }
     }
   }
