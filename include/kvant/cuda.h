@@ -48,7 +48,7 @@ typedef struct kvant_cuda_plan kvant_cuda_plan;
 
 /* ---- pool: device memory for sealed pages and for exact pages of 128 tokens, one layer */
 
-/* recipe: a recipe text, for example "kitty:sink=4". */
+/* recipe: a recipe text, for example "kitty:sink=4"; any that seals pages but kvquant with rope=before. */
 kvant_status kvant_cuda_pool_create(const char* recipe, const kvant_cuda_shape* shape, int pages, int exact_pages,
                                     kvant_cuda_pool** pool);
 void kvant_cuda_pool_destroy(kvant_cuda_pool* pool);

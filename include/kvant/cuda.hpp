@@ -34,8 +34,10 @@ bool is_available() noexcept;
 DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
-// Throws Error(invalid_argument) for recipes and shapes that the device does not take: kivi, kitty and waterfill (all
-// presets) with values of 2 to 4 bits, pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16.
+// Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages but
+// kvquant with rope=before, with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi, kitty
+// and waterfill have formats of their own where this build has kernels of the widths and shape; all others, parts of
+// these among them, are the CPU's blocks, which take more time (docs/results.md).
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
@@ -104,7 +106,7 @@ class Batch {
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
   // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes
-  // whose pages this build cannot seal on the device (parts of waterfill beside other methods): their pages come by
+  // whose pages this build cannot seal on the device (those that are the CPU's blocks there): their pages come by
   // upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
@@ -138,7 +140,7 @@ struct AttendOptions {
 // Which kernel serves a plan.
 enum class AttendPath : std::uint8_t {
   automatic,  // integer up to 8 rows, prefill beyond, where this build has the shape; reference elsewhere
-  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows
+  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows (pages that are CPU blocks: to 32 vectors per KV head)
   prefill,    // 16-bit tensor cores over tiles that are dequantized once per block of rows, any number of rows
   reference,  // plain binary64 arithmetic, slow: the cross-check
 };

@@ -240,15 +240,16 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   DecodeVariant variant = variant_of(pool.format);
   variant.n_tiles = rows * args.group > 4 ? 2 : 1;
   const DecodeKernel* flat = find_flat(variant, args.key_bytes);
-  impl.block = find_block_kernel(pool.format, pool.block, std::int64_t{rows} * args.group);
+  impl.block = find_block_kernel(pool.format, pool.block, rows, args.group, path);
   impl.prefill = impl.block ? &*impl.block : find_prefill_kernel(pool.format);
-  impl.path = choose_path(path, rows, flat != nullptr, impl.prefill != nullptr);
-  if (impl.path == AttendPath::integer) {
+  const bool few = impl.block && impl.block->few;
+  impl.path = choose_path(path, rows, flat != nullptr || few, impl.prefill != nullptr && !few);
+  if (impl.path == AttendPath::integer && !few) {
     impl.split_integer(*flat, headroom);
     return;
   }
   impl.load_layout(impl.describe_sequences(headroom, 1));
-  if (impl.path == AttendPath::prefill) impl.split_prefill();
+  if (impl.path != AttendPath::reference) impl.split_prefill();
 }
 
 void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
@@ -274,7 +275,7 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
     launch_reference(impl.batch->pool->format, impl.batch->pool->block, args, impl.reference, impl.sequences, stream);
     return;
   }
-  if (impl.path == AttendPath::prefill) {
+  if (impl.path == AttendPath::prefill || impl.block) {
     launch_prefill(*impl.prefill, args, impl.reference, impl.batch->pool->block, impl.prefill_split, impl.sequences,
                    stream);
     return;
@@ -289,9 +290,9 @@ AttendPath AttendPlan::path() const {
 
 std::string AttendPlan::describe() const {
   if (impl_->path == AttendPath::reference) return "reference";
-  if (impl_->path == AttendPath::prefill) {
+  if (impl_->path == AttendPath::prefill || impl_->block) {
     const std::string name = !impl_->prefill->block ? "prefill, "
-                             : impl_->prefill->few  ? "decode from CPU blocks, "
+                             : impl_->prefill->few  ? "integer from CPU blocks, "
                                                     : "prefill from CPU blocks, ";
     return name + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
            std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +

@@ -16,8 +16,8 @@ struct AttendPlan::Impl {
   AttendOptions options;
   AttendPath path = AttendPath::integer;
   const DecodeKernel* kernel = nullptr;    // of the integer path
-  const PrefillKernel* prefill = nullptr;  // of the prefill path
-  std::optional<PrefillKernel> block;      // `prefill` over block pages
+  const PrefillKernel* prefill = nullptr;  // of the prefill path, and of the integer path over block pages
+  std::optional<PrefillKernel> block;      // `prefill` where pages are blocks
   PrefillSplit prefill_split;
   Plan plan;
   DecodeArgs args;

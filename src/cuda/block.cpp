@@ -15,6 +15,7 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kMostShared = 227 * 1024;  // bytes that any device gives a block
+constexpr int kFewRows = 8;              // of the integer path
 constexpr int kFewVectors = 32;          // up to here blocks of 4 vectors are faster than those of 64 and more
 
 std::vector<BlockKernel> collect() {
@@ -49,17 +50,20 @@ std::span<const BlockKernel> block_kernels() {
   return kernels;
 }
 
-std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format,
-                                               std::int64_t vectors) {
+std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format, int rows,
+                                               int group, AttendPath path) {
   std::optional<PrefillKernel> best;
   if (!format.present()) return best;
+  const bool want_few =
+      path == AttendPath::integer || (path != AttendPath::prefill && rows <= kFewRows && rows * group <= kFewVectors);
+  const bool strict = path == AttendPath::integer || path == AttendPath::prefill;
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
     const bool few = kernel.key_dim != 0;
     if (few && kernel.key_dim != device.key.dim) continue;
     const int bytes = kernel.shared_bytes(format);
-    if (bytes > most || (best && few != (vectors <= kFewVectors))) continue;
+    if (bytes > most || ((best || strict) && few != want_few)) continue;
     best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,
                          kernel.function, kernel.vectors, kernel.threads, bytes};
     best->block = true;

@@ -6,6 +6,7 @@
 
 #include "cuda/block_format.hpp"
 #include "cuda/prefill.hpp"
+#include "kvant/cuda.hpp"
 
 namespace kvant::cuda {
 
@@ -21,10 +22,11 @@ struct BlockKernel {
 
 std::span<const BlockKernel> block_kernels();
 
-// The kernel for so many query vectors per KV head and sequence; none where this build has none of the shape, or where
-// the current device gives a block too little shared memory.
-std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format,
-                                               std::int64_t vectors);
+// The kernel for `rows` query rows of `group` heads per KV head; none where this build has none of the shape, or where
+// the current device gives a block too little shared memory. path: integer is the one for few vectors, prefill that for
+// many, else whichever is faster.
+std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format, int rows,
+                                               int group, AttendPath path);
 
 struct PoolFormat {
   DeviceFormat device;

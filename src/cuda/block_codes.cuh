@@ -5,6 +5,8 @@
 // of four + 4. Words hold several row tiles, and [row tile][register] is an A fragment of m16n8k32 as it comes out.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/block_format.hpp"
 #include "cuda/ptx.cuh"
 
@@ -74,15 +76,13 @@ __device__ __forceinline__ std::uint32_t take_field(std::uint32_t word, int righ
 }
 
 // chunk: row tiles 4 chunk to 4 chunk + 3; those that the tile does not have become zeros. planes: of this page, in
-// shared memory. RowTiles: of the tile; 0: not known to the compiler. Large: loops over steps stay loops, as more code
-// than the instruction caches hold costs more than a loop does.
+// shared memory. RowTiles: of the tile; 0: not known to the compiler.
 template <int RowTiles>
-__device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlane* planes, const std::uint8_t* head,
-                                          int chunk, int g, int four, StepCodes& codes) {
+__device__ __forceinline__ void load_plane_step(const BlockTile& tile, const BlockPlane* planes,
+                                                const std::uint8_t* head, int chunk, int g, int four,
+                                                StepCodes& codes) {
   const int row_tiles = RowTiles > 0 ? RowTiles : (tile.rows + kTile - 1) / kTile;
   const bool whole = 4 * chunk + 4 <= row_tiles;
-  if (whole && tile.joined == 3) return load_table_step<3>(tile, head, chunk, g, four, codes);
-  if (whole && tile.joined == 2) return load_table_step<2>(tile, head, chunk, g, four, codes);
 #pragma unroll
   for (int j = 0; j < 4; ++j) codes[j][0] = codes[j][1] = codes[j][2] = codes[j][3] = 0;
   const int count = tile.counts_offset >= 0 ? kBlockPlanes : tile.plane_count;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlan
     for (int h = 0; h < 2; ++h) {
       int k = four + 4 * h - plane.first;
       const bool inside = k >= 0 && k < plane.fours;
-      const int shift = plane.shift + block_lift(tile, four + 4 * h);
+      const int shift = plane.shift;
       const std::uint32_t mask = inside ? (((1U << bits) - 1) << shift) * 0x01010101U : 0U;
       k = inside ? k : 0;
       std::uint32_t w[2];
@@ -128,12 +128,48 @@ __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlan
       }
     }
   }
+  if (tile.lift > 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Bytes of depth indices below lift_from stay.
+      const int stay = min(max(tile.lift_from - kFour * (four + 4 * h), 0), kFour);
+      const std::uint32_t mask = stay == kFour ? 0xFFFFFFFFU : (1U << (8 * stay)) - 1;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int r = 2 * h; r < 2 * h + 2; ++r) {
+          codes[j][r] = (codes[j][r] & mask) | (codes[j][r] & ~mask) << tile.lift;
+        }
+      }
+    }
+  }
   if (tile.table_bits == 0) return;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) codes[j][r] = look_up(tile, codes[j][r]);
   }
+}
+
+// Joined: what with_joined() says.
+template <int Joined, int RowTiles>
+__device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlane* planes, const std::uint8_t* head,
+                                          int chunk, int g, int four, StepCodes& codes) {
+  if constexpr (Joined > 0) {
+    load_table_step<Joined>(tile, head, chunk, g, four, codes);
+  } else {
+    load_plane_step<RowTiles>(tile, planes, head, chunk, g, four, codes);
+  }
+}
+
+// Calls body(2), body(3) or body(0), as constants: how load_step reads this chunk. Outside of loops over steps, which
+// with short bodies can be unrolled: more code than the instruction caches hold costs more than it saves.
+template <class Body>
+__device__ __forceinline__ void with_joined(const BlockTile& tile, int chunk, const Body& body) {
+  const bool whole = 4 * chunk + 4 <= (tile.rows + kTile - 1) / kTile;
+  if (whole && tile.joined == 3) return body(std::integral_constant<int, 3>());
+  if (whole && tile.joined == 2) return body(std::integral_constant<int, 2>());
+  body(std::integral_constant<int, 0>());
 }
 
 }  // namespace kvant::cuda

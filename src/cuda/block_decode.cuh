@@ -42,9 +42,10 @@ struct BlockDecodeConfig {
   static constexpr int sums_offset = planes_offset + 3 * kBlockPlanes * 16;
   static constexpr int sums_stride = ValueDim + 8;
   static constexpr int weights_offset = sums_offset + vectors * sums_stride * 4;
-  static constexpr int list_offset = weights_offset + 8 * 32 * 4;
-  static constexpr int list_slots = 256;
-  static constexpr int raw_offset = list_offset + list_slots * 4;
+  static constexpr int list_slots = 256;  // of outliers; takes the place of the weights
+  static constexpr int extra_stride = (ValueDim > kPage ? ValueDim : kPage) + 8;
+  static constexpr int extra_offset = weights_offset + list_slots * 4;
+  static constexpr int raw_offset = extra_offset + vectors * extra_stride * 4;
   static constexpr int fixed_bytes = raw_offset;
 
   static constexpr int warp_bytes(int page_bytes) { return fixed_bytes + page_bytes; }
@@ -63,12 +64,23 @@ class BlockWarp {
         f_(format),
         segment_(segment),
         queries_(reinterpret_cast<const float4*>(shared)),
-        own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_slot_bytes(format))),
+        own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
         lane_(static_cast<int>(threadIdx.x) % 32) {
     const int row = (segment.vector0 + owner_.vector) / args.group;
     last_ = args.lengths[segment.sequence] - args.rows + row + 1;
     first_ = args.window > 0 ? max(0, last_ - args.window) : 0;
     for (int i = lane_; i < C::vectors * C::sums_stride; i += 32) sums(0)[i] = 0;
+    for (int i = lane_; i < C::vectors * C::extra_stride; i += 32) extra(0)[i] = 0;
+    float largest[4] = {1e-30F, 1e-30F, 1e-30F, 1e-30F};
+    for (int i = lane_; i < C::key.dim; i += 32) {
+      const float4 q = queries_[i];
+      largest[0] = fmaxf(largest[0], fabsf(q.x));
+      largest[1] = fmaxf(largest[1], fabsf(q.y));
+      largest[2] = fmaxf(largest[2], fabsf(q.z));
+      largest[3] = fmaxf(largest[3], fabsf(q.w));
+    }
+#pragma unroll
+    for (int k = 0; k < C::vectors; ++k) query_peak_[k] = warp_max(largest[k]);
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ != i) continue;
@@ -79,22 +91,18 @@ class BlockWarp {
     __syncwarp();
   }
 
-  // Copies complete in order: wait<1>() leaves the one asked for last.
+  // Keys and values of a page take turns in one slot: warps that wait cost less than the slots that more warps need.
   __device__ void fetch_keys(const std::uint8_t* page) {
     __syncwarp();
-    if (page != nullptr) {
-      copy(raw(), page + head_offset(), f_.value.plane_offset);
-      if (f_.value.outliers.slots > 0) next_range_ = block_outlier_range(f_, page, segment_.kv_head);
-    }
+    if (page == nullptr) return;
+    copy(raw(), page + head_offset(), f_.value.plane_offset);
+    if (f_.value.outliers.slots > 0) range_ = block_outlier_range(f_, page, segment_.kv_head);
     ptx::async_commit();
   }
   __device__ void fetch_values(const std::uint8_t* page) {
     __syncwarp();
-    if (page != nullptr) {
-      copy(raw() + f_.value.plane_offset, page + head_offset() + f_.value.plane_offset,
-           f_.head_bytes - f_.value.plane_offset);
-      if (f_.value.shared_grid != 0) copy(raw() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
-    }
+    copy(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
+    if (f_.value.shared_grid != 0) copy(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
     ptx::async_commit();
   }
 
@@ -105,7 +113,6 @@ class BlockWarp {
     if (f_.rest.rows > 0) score_tile(f_.rest, 1);
     __syncwarp();
     add_key_outliers();
-    list_outliers();
     __syncwarp();
   }
 
@@ -121,15 +128,19 @@ class BlockWarp {
       std::int32_t c[4][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B000000;
-#pragma unroll 1
-      for (int step = 0; step < kPage / kStep; ++step) {
-        StepCodes codes;
-        load_step<C::value_tiles>(tile, planes(2), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
-        const std::uint32_t b0 = weights[64 * step];
-        const std::uint32_t b1 = weights[64 * step + 32];
+      with_joined(tile, chunk, [&](const auto joined) {
+        constexpr int kJoined = decltype(joined)::value;
+#pragma unroll(kJoined > 0 ? 4 : 1)
+        for (int step = 0; step < kPage / kStep; ++step) {
+          StepCodes codes;
+          load_step<kJoined, C::value_tiles>(tile, planes(2), values(), chunk, owner_.g, 8 * step + owner_.t, codes);
+          const std::uint32_t b0 = weights[64 * step];
+          const std::uint32_t b1 = weights[64 * step + 32];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) ptx::mma_bytes<false>(c[j], codes[j], b0, b1);
-      }
+          for (int j = 0; j < 4; ++j) ptx::mma_bytes<false>(c[j], codes[j], b0, b1);
+        }
+      });
+
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (4 * chunk + j >= C::value_tiles) break;
@@ -139,13 +150,15 @@ class BlockWarp {
           const float low = __int_as_float(c[j][2 * e + 1]) - kValueMagic;
           float out = fmaf(fmaf(high, 256.0F, low), mixed.factor, mixed.bias);
           const int channel = kTile * (4 * chunk + j) + 8 * e;
-          if (tile.factor_offset >= 0) out *= widen(raw() + tile.factor_offset + 2 * (channel + owner_.g));
+          if (tile.factor_offset >= 0) out *= widen(values() + tile.factor_offset + 2 * (channel + owner_.g));
           own[channel] += out;
         }
       }
     }
-    __syncwarp();
-    add_value_outliers(page);
+    if (f_.value.outliers.slots > 0) {
+      __syncwarp();
+      add_value_outliers(page);
+    }
   }
 
   // After the last page: outputs to their owners, rotated values to plain ones.
@@ -171,6 +184,10 @@ class BlockWarp {
   __device__ std::uint8_t* raw() const {
     return own_ + C::raw_offset;
   }
+  // What offsets of a head's block count from while its values are here.
+  __device__ std::uint8_t* values() const {
+    return raw() - f_.value.plane_offset;
+  }
   __device__ float* scores(int vector) const {
     return reinterpret_cast<float*>(own_) + vector * C::s_stride;
   }
@@ -179,7 +196,18 @@ class BlockWarp {
     return reinterpret_cast<float*>(own_ + C::sums_offset) + vector * C::sums_stride;
   }
   __device__ std::uint32_t* list() const {
-    return reinterpret_cast<std::uint32_t*>(own_ + C::list_offset);
+    return reinterpret_cast<std::uint32_t*>(own_ + C::weights_offset);
+  }
+  // What outliers add, in fixed point: shared memory adds integers at once, floats only by trial. Zeros between uses.
+  __device__ int* extra(int vector) const {
+    return reinterpret_cast<int*>(own_ + C::extra_offset) + vector * C::extra_stride;
+  }
+  static __device__ __forceinline__ float warp_max(float x) {
+    return ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(x)))));
+  }
+  // Fixed-point units per 1, so that `count` numbers up to `largest` cannot overflow.
+  static __device__ __forceinline__ float units(int count, float largest) {
+    return fminf(1073741824.0F / (static_cast<float>(count) * largest), 1e30F);
   }
   __device__ float2* grid() const {
     return reinterpret_cast<float2*>(own_ + C::x_offset);
@@ -200,7 +228,7 @@ class BlockWarp {
 
   // The planes of this page, where pages have their own.
   __device__ void place_planes(const BlockTile& tile, int number) {
-    if (tile.counts_offset < 0) return;
+    if (tile.counts_offset < 0) return;  // only keys' differ
     BlockPlane p[kBlockPlanes];
     block_planes(tile, raw(), p);
 #pragma unroll
@@ -218,7 +246,7 @@ class BlockWarp {
       const BlockPlane plane = planes(number)[p];
       levels += plane.covers(i) ? plane.largest() : 0;
     }
-    return ptx::reciprocal(static_cast<float>(levels << block_lift(tile, i / kFour)));
+    return ptx::reciprocal(static_cast<float>(levels << block_lift(tile, i)));
   }
 
   // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
@@ -291,15 +319,18 @@ class BlockWarp {
         std::int32_t c[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B400000;
-#pragma unroll 1
-        for (int step = first; step < min(first + most, C::steps); ++step) {
-          StepCodes codes;
-          load_step<0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
-          const std::uint32_t b0 = x[8 * step];
-          const std::uint32_t b1 = x[8 * step + 4];
+        with_joined(tile, chunk, [&](const auto joined) {
+          constexpr int kJoined = decltype(joined)::value;
+#pragma unroll(kJoined > 0 ? 4 : 1)
+          for (int step = first; step < min(first + most, C::steps); ++step) {
+            StepCodes codes;
+            load_step<kJoined, 0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
+            const std::uint32_t b0 = x[8 * step];
+            const std::uint32_t b1 = x[8 * step + 4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
-        }
+            for (int j = 0; j < 4; ++j) ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
+          }
+        });
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -321,41 +352,60 @@ class BlockWarp {
     }
   }
 
-  __device__ __forceinline__ void add_key_outliers() {
+  // What an outlier has beyond the value that its code says, the end that it is beyond; 0 for slots that are not used,
+  // which hold the maximum.
+  __device__ __forceinline__ float key_rest(int slot, int channel) const {
     const BlockTile& tile = f_.key;
-    const BlockOutliers& list = tile.outliers;
-    const float scale = args_.scale * kLog2e;
-#pragma unroll 1
+    const float x = widen(raw() + tile.outliers.value_offset + 2 * slot);
+    const float low = widen(raw() + tile.min_offset + 2 * channel);
+    const float high = widen(raw() + tile.max_offset + 2 * channel);
+    const bool above = x > high;
+    const int end = block_table_entry(tile, above ? (1 << tile.table_bits) - 1 : 0);
+    const float rest = x - fmaf(static_cast<float>(end), (high - low) * (1.0F / kTableStepsOnDevice), low);
+    return above || x < low ? rest : 0.0F;
+  }
+  __device__ __forceinline__ void add_key_outliers() {
+    const BlockOutliers& list = f_.key.outliers;
+    key_unit_ = 0;
+    if (list.slots == 0) return;
+    float largest = 0;
+#pragma unroll 4
+    for (int slot = lane_; slot < list.slots; slot += 32) {
+      largest = fmaxf(largest, fabsf(key_rest(slot, block_slot_channel(list, slot))));
+    }
+    largest = warp_max(largest);
+    if (largest == 0) return;
+    float factor[C::vectors];
+#pragma unroll
+    for (int k = 0; k < C::vectors; ++k) factor[k] = units(list.slots, largest * query_peak_[k]);
+#pragma unroll 4
     for (int slot = lane_; slot < list.slots; slot += 32) {
       const int channel = block_slot_channel(list, slot);
-      const float x = widen(raw() + list.value_offset + 2 * slot);
-      const float low = widen(raw() + tile.min_offset + 2 * channel);
-      const float high = widen(raw() + tile.max_offset + 2 * channel);
-      const bool above = x > high;
-      if (!above && x >= low) continue;  // not used: such slots hold the maximum
-      // The code of an outlier is the end that it is beyond.
-      const int end = block_table_entry(tile, above ? (1 << tile.table_bits) - 1 : 0);
-      const float rest = (x - fmaf(static_cast<float>(end), (high - low) * (1.0F / kTableStepsOnDevice), low)) * scale;
+      const float rest = key_rest(slot, channel);
+      if (rest == 0) continue;
       const float4 q = queries_[channel];
-      float* to = scores(0) + raw()[list.row_offset + slot];
-      atomicAdd(to, q.x * rest);
-      atomicAdd(to + C::s_stride, q.y * rest);
-      atomicAdd(to + 2 * C::s_stride, q.z * rest);
-      atomicAdd(to + 3 * C::s_stride, q.w * rest);
+      int* to = extra(0) + raw()[list.row_offset + slot];
+      atomicAdd(to, __float2int_rn(q.x * rest * factor[0]));
+      atomicAdd(to + C::extra_stride, __float2int_rn(q.y * rest * factor[1]));
+      atomicAdd(to + 2 * C::extra_stride, __float2int_rn(q.z * rest * factor[2]));
+      atomicAdd(to + 3 * C::extra_stride, __float2int_rn(q.w * rest * factor[3]));
     }
+    const float own =
+        owner_.vector < 2 ? (owner_.vector == 0 ? factor[0] : factor[1]) : (owner_.vector == 2 ? factor[2] : factor[3]);
+    key_unit_ = args_.scale * kLog2e / own;
   }
 
   // {min, width} of every place; returns what makes weights times widths use 16 bits.
   __device__ __forceinline__ float prepare_values() {
     const BlockTile& tile = f_.value;
     place_planes(tile, 2);
-    const std::uint8_t* ends = tile.shared_grid != 0 ? raw() + f_.head_bytes - tile.min_offset : raw();
+    const std::uint8_t* ends = tile.shared_grid != 0 ? values() + f_.head_bytes - tile.min_offset : values();
     float widest = 1e-30F;
     float2 pairs[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const int i = 4 * lane_ + b;
-      const int at = 2 * block_grid_index(f_, tile, raw(), i);
+      const int at = 2 * block_grid_index(f_, tile, values(), i);
       const float low = widen(ends + tile.min_offset + at);
       const float width = (widen(ends + tile.max_offset + at) - low) * rate(tile, 2, i);
       pairs[b] = {low, width};
@@ -383,6 +433,22 @@ class BlockWarp {
       s[i][2] = four.z;
       s[i][3] = four.w;
     }
+    if (key_unit_ != 0) {
+      int* fixed = extra(owner_.vector) + 4 * owner_.t;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int4 four = *reinterpret_cast<const int4*>(fixed + 16 * i);
+        s[i][0] = fmaf(static_cast<float>(four.x), key_unit_, s[i][0]);
+        s[i][1] = fmaf(static_cast<float>(four.y), key_unit_, s[i][1]);
+        s[i][2] = fmaf(static_cast<float>(four.z), key_unit_, s[i][2]);
+        s[i][3] = fmaf(static_cast<float>(four.w), key_unit_, s[i][3]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (owner_.half == 0) *reinterpret_cast<int4*>(fixed + 16 * i) = {0, 0, 0, 0};
+      }
+    }
     if (args_.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = cap_score(s[i / 4][i % 4], args_);
@@ -391,7 +457,7 @@ class BlockWarp {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int place = 16 * (i / 4) + 4 * owner_.t + i % 4;
-        const int at = position + (f_.tokens_offset < 0 ? place : raw()[f_.tokens_offset + place]);
+        const int at = position + (f_.tokens_offset < 0 ? place : values()[f_.tokens_offset + place]);
         if (at < max(first_, segment_.sinks) || at >= last_) s[i / 4][i % 4] = kMinusInfinity;
       }
     }
@@ -466,39 +532,49 @@ class BlockWarp {
   // Their way from memory is long: what add_value_outliers() needs is asked for before the scores.
   __device__ __forceinline__ void hold_outliers(const std::uint8_t* page) {
     if (f_.value.outliers.slots == 0) return;
-    range_ = next_range_;
+
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int slot = range_.begin + lane_ + 32 * i;
       if (slot < range_.end) held_[i] = load_slot(page, slot);
     }
   }
-  // To shared memory, where a loop can find it.
-  __device__ __forceinline__ void list_outliers() {
-    if (f_.value.outliers.slots == 0) return;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) list()[lane_ + 32 * i] = held_[i];
+  // The residual of a slot: the code of an outlier is the middle one.
+  __device__ __forceinline__ float value_rest(std::uint32_t slot) const {
+    const BlockTile& tile = f_.value;
+    const float2 pair = grid()[slot >> 24];
+    const int middle = block_table_entry(tile, 1 << (tile.table_bits - 1));
+    return ptx::widen2<C::bfloat>(slot & 0xFFFFU).x - fmaf(static_cast<float>(middle), pair.y, pair.x);
   }
   __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page) {
-    if (f_.value.outliers.slots == 0) return;
+    const int count = range_.end - range_.begin;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) list()[lane_ + 32 * i] = held_[i];
+    const auto slot_at = [&](int i) { return i < C::list_slots ? list()[i] : load_slot(page, range_.begin + i); };
+    float largest = 0;
 #pragma unroll 1
-    for (int i = lane_; i < range_.end - range_.begin; i += 32) {
-      add_value_outlier(i < C::list_slots ? list()[i] : load_slot(page, range_.begin + i));
+    for (int i = lane_; i < count; i += 32) largest = fmaxf(largest, fabsf(value_rest(slot_at(i))));
+    largest = warp_max(largest);
+    if (largest == 0) return;
+    const float factor = units(count, largest);  // weights are at most 1
+#pragma unroll 2
+    for (int i = lane_; i < count; i += 32) {
+      const std::uint32_t slot = slot_at(i);
+      const float rest = value_rest(slot) * factor;
+      int* to = extra(0) + (slot >> 16 & 0xFFU);
+#pragma unroll
+      for (int k = 0; k < C::vectors; ++k) {
+        atomicAdd(to + k * C::extra_stride, __float2int_rn(scores(k)[slot >> 24] * rest));
+      }
     }
     __syncwarp();
-  }
-
-  __device__ __forceinline__ void add_value_outlier(std::uint32_t slot) {
-    const BlockTile& tile = f_.value;
-    const int channel = static_cast<int>(slot >> 16 & 0xFFU);
-    const int place = static_cast<int>(slot >> 24);
-    const float2 pair = grid()[place];
-    const int middle = block_table_entry(tile, 1 << (tile.table_bits - 1));
-    const float rest = ptx::widen2<C::bfloat>(slot & 0xFFFFU).x - fmaf(static_cast<float>(middle), pair.y, pair.x);
-#pragma unroll
-    for (int k = 0; k < C::vectors; ++k) {
-      atomicAdd(sums(k) + channel, scores(k)[place] * rest);
+    int* fixed = extra(owner_.t);
+#pragma unroll 4
+    for (int c = owner_.g; c < C::value.dim; c += 8) {
+      sums(owner_.t)[c] = fmaf(static_cast<float>(fixed[c]), 1.0F / factor, sums(owner_.t)[c]);
+      fixed[c] = 0;
     }
+    __syncwarp();
   }
 
   // The Hadamard transform of each block of channels, whose number is 16j + 8e + g. Pages hold the transform divided by
@@ -535,7 +611,9 @@ class BlockWarp {
   int lane_;
   Lane owner_;
   int first_, last_;  // visible positions of vector g / 2
-  BlockRange range_, next_range_;
+  BlockRange range_;
+  float query_peak_[C::vectors];  // largest magnitude of each query
+  float key_unit_ = 0;            // of `extra` in scores of vector g / 2; 0: nothing there
   std::uint32_t held_[kHeld] = {};
 };
 
@@ -587,20 +665,18 @@ __global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 3 : 2)
   const auto page_of = [&](int i) { return i < pages.end ? args.pages + table[i] * args.page_stride : nullptr; };
   const std::uint8_t* page = page_of(pages.begin + warp);
   worker.fetch_keys(page);
-  worker.fetch_values(page);
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
-    const std::uint8_t* next = page_of(i + C::warps);
-    ptx::async_wait<1>();
+    ptx::async_wait<0>();
     __syncwarp();
     worker.score(page);
-    worker.fetch_keys(next);
-    ptx::async_wait<1>();
+    worker.fetch_values(page);
+    ptx::async_wait<0>();
     __syncwarp();
     worker.mix(page, (first_page + i) * kPage, state);
-    worker.fetch_values(next);
-    page = next;
+    page = page_of(i + C::warps);
+    worker.fetch_keys(page);
   }
-  ptx::async_wait<0>();
+
   worker.finish(state);
 
   const int sink_tiles = (segment.sinks + kTile - 1) / kTile;

@@ -79,7 +79,7 @@ void lift_narrow_codes(BlockTile& tile) {
   for (const BlockPlane& plane : tile.planes) {
     if (plane.depth == 0 || plane.depth == tile.depth) continue;
     tile.lift += plane.bits;
-    tile.lift_from = plane.fours;
+    tile.lift_from = plane.depth;
   }
 }
 

@@ -57,8 +57,8 @@ struct BlockTile {
   std::int32_t shared_grid = 0;
   std::int32_t levels = 0;  // steps of the grid; 0: depth indices differ
   float rate = 0;           // 1 / levels
-  // Values with wider tokens: codes of fours from lift_from on are read `lift` bits up, so that all steps are about as
-  // long. The product rounds weights relative to the longest.
+  // Values with wider tokens: codes of depth indices from lift_from on are read `lift` bits up, so that all steps are
+  // about as long. The product rounds weights relative to the longest.
   std::int32_t lift = 0;
   std::int32_t lift_from = 0;
   std::int32_t table_bits = 0;  // of a code that `table` turns into a step of the grid; 0: codes are steps
@@ -165,9 +165,9 @@ KVANT_BOTH inline int block_levels(const BlockTile& tile, const BlockPlane (&pla
   return levels;
 }
 
-// Bits by which kernels read the codes of a four up.
-KVANT_BOTH constexpr int block_lift(const BlockTile& tile, int four) {
-  return four >= tile.lift_from ? tile.lift : 0;
+// Bits by which kernels read the codes of a depth index up.
+KVANT_BOTH constexpr int block_lift(const BlockTile& tile, int i) {
+  return i >= tile.lift_from ? tile.lift : 0;
 }
 
 // Which channel a slot of a key tile's list belongs to.
@@ -213,6 +213,12 @@ KVANT_BOTH inline BlockRange block_outlier_range(const BlockFormat& format, cons
 // What a kernel keeps of a page: a head's block, then the grid that heads share.
 KVANT_BOTH constexpr int block_slot_bytes(const BlockFormat& format) {
   return format.head_bytes + (format.value.shared_grid != 0 ? kPage * 4 : 0);
+}
+// The larger of its two parts: keys; values and what follows them.
+KVANT_BOTH constexpr int block_half_bytes(const BlockFormat& format) {
+  const int keys = format.value.plane_offset;
+  const int values = block_slot_bytes(format) - keys;
+  return keys > values ? keys : values;
 }
 
 // Shared memory of the kernel for many vectors (block_kernel.cuh), offsets in bytes. Queries come first.

@@ -173,8 +173,7 @@ class BlockPage {
       const int at = 2 * block_grid_index(f_, tile, raw_, i);
       const float low = widen(load16(ends + tile.min_offset + at));
       const float high = widen(load16(ends + tile.max_offset + at));
-      const float width =
-          (high - low) / static_cast<float>(block_levels(tile, planes, i) << block_lift(tile, i / kFour));
+      const float width = (high - low) / static_cast<float>(block_levels(tile, planes, i) << block_lift(tile, i));
       grids_[grid + i] = BlockDequantizer::place_grid(low, width, tile.wide != 0);
     }
   }
@@ -188,7 +187,10 @@ class BlockPage {
     for (int chunk = begin / kStageTokens; chunk <= (end - 1) / kStageTokens; ++chunk) {
       for (int pair = static_cast<int>(threadIdx.x) / 32; pair < tile.depth / kStep; pair += C::warps) {
         StepCodes codes;
-        load_step<0>(tile, planes_ + number * kBlockPlanes, raw_, chunk, g, 8 * pair + lane % 4, codes);
+        with_joined(tile, chunk, [&](const auto joined) {
+          load_step<decltype(joined)::value, 0>(tile, planes_ + number * kBlockPlanes, raw_, chunk, g,
+                                                8 * pair + lane % 4, codes);
+        });
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int four = 8 * pair + 4 * h + lane % 4;
@@ -226,7 +228,7 @@ class BlockPage {
   // rows: that the tile has left.
   static __device__ __noinline__ void scatter_keys(BlockPage& page, int rows, int place, int four, uint4 packed) {
     const std::uint32_t pairs[2][2] = {{packed.x, packed.z}, {packed.y, packed.w}};
-    const int order = place < page.f_.key.rows ? page.f_.key.order_offset : -1;
+    const int order = page.f_.key.order_offset;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int inside = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * e;
@@ -247,7 +249,10 @@ class BlockPage {
       const int chunk = job / 2;
       const int four = (half * 2 + job % 2) * 8 + lane % 4;
       StepCodes codes;
-      load_step<C::value_tiles>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, lane / 4, four, codes);
+      with_joined(f_.value, chunk, [&](const auto joined) {
+        load_step<decltype(joined)::value, C::value_tiles>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, lane / 4,
+                                                           four, codes);
+      });
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const BlockDequantizer dequantizer(grids_ + kValueGrid + 4 * (four + 4 * h), f_.value.wide != 0);

@@ -4,12 +4,13 @@
 
 #include <span>
 
-#include "cuda/block_format.hpp"
 #include "cuda/decode_args.hpp"
 #include "cuda/device_format.hpp"
 #include "cuda/reference.hpp"
 
 namespace kvant::cuda {
+
+struct BlockFormat;  // block_format.hpp
 
 struct PrefillKernel {
   KeyFormat key;

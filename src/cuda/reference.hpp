@@ -1,11 +1,12 @@
 // Attention by definition, in binary64: the cross-check of the integer kernels and the path of shapes without one.
 #pragma once
 
-#include "cuda/block_format.hpp"
 #include "cuda/decode_args.hpp"
 #include "cuda/device_format.hpp"
 
 namespace kvant::cuda {
+
+struct BlockFormat;  // block_format.hpp
 
 // `segments` of args are not read: every sequence's coded pages [first[b], coded[b]) and exact tiles come from here.
 struct ReferenceArgs {

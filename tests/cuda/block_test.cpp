@@ -147,10 +147,11 @@ void expect_blocks(const Shape& shape, unsigned seed = 1) {
   const Twins twins(shape, seed);
   const Twins::Result cpu = twins.on_cpu();
   const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
-  ASSERT_EQ(plan.path(), AttendPath::prefill);
+  ASSERT_NE(plan.path(), AttendPath::reference);
   EXPECT_NE(plan.describe().find("CPU blocks"), std::string::npos) << plan.describe();
   const Twins::Result gpu = twins.on_gpu(plan);
   const double error = relative_error(gpu.out, cpu.out);
+
   EXPECT_LE(error, block_tolerance(shape.cache.dtype)) << plan.describe();
   EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
   std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
@@ -198,6 +199,7 @@ TEST(GpuBlock, EveryKernelOfTheBuild) {
         const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
         ASSERT_TRUE(plan.impl().block) << text_of(shape);
         EXPECT_EQ(plan.impl().block->function, kernel.function) << text_of(shape);
+        EXPECT_EQ(plan.path(), few ? AttendPath::integer : AttendPath::prefill);
         expect_blocks(shape);
       }
     }
@@ -264,6 +266,27 @@ TEST(GpuBlock, WindowCapScaleAndSinks) {
       EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
     }
   }
+}
+
+// Both kernels take any number of vectors that their paths allow when they are asked for.
+TEST(GpuBlock, PathsThatAreAskedFor) {
+  KVANT_NEEDS_GPU();
+  Shape shape;
+  shape.recipe = "kvquant:k=3,v=3";
+  shape.lengths = {700, 385};
+  for (const int rows : {1, 8}) {
+    shape.rows = rows;
+    shape.group = rows == 8 ? 16 : 4;
+    const Twins twins(shape);
+    const Twins::Result cpu = twins.on_cpu();
+    for (const AttendPath path : {AttendPath::integer, AttendPath::prefill}) {
+      const AttendPlan plan(twins.batch, twins.query_heads(), rows, {}, 128, path);
+      EXPECT_EQ(plan.path(), path);
+      EXPECT_LE(relative_error(twins.on_gpu(plan).out, cpu.out), 1e-3);
+    }
+  }
+  const Twins twins(shape);
+  EXPECT_THROW(AttendPlan(twins.batch, twins.query_heads(), 9, {}, 128, AttendPath::integer), Error);
 }
 
 // One part and many, more parts than a short sequence has stages; the same bits every time.
