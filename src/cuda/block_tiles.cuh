@@ -221,14 +221,13 @@ class BlockPage {
       *reinterpret_cast<uint4*>(unit + lane * 16) = packed;
       return;
     }
-    scatter_keys(*this, tile.rows - row, place, four, packed);
+    scatter_keys(tile.rows - row, place, four, packed);
   }
 
-  // Where channels have an order, or rows are not aligned with tiles; out of line, as it would be most of the loop.
-  // rows: that the tile has left.
-  static __device__ __noinline__ void scatter_keys(BlockPage& page, int rows, int place, int four, uint4 packed) {
+  // Where channels have an order, or rows are not aligned with tiles. rows: that the tile has left.
+  __device__ __forceinline__ void scatter_keys(int rows, int place, int four, const uint4& packed) {
     const std::uint32_t pairs[2][2] = {{packed.x, packed.z}, {packed.y, packed.w}};
-    const int order = page.f_.key.order_offset;
+    const int order = f_.key.order_offset;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int inside = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * e;
@@ -236,8 +235,8 @@ class BlockPage {
       if (inside >= rows || at < 0 || at >= kStageTokens) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int channel = order < 0 ? 4 * four + i : page.raw_[order + 4 * four + i];
-        page.store_key(at, channel, static_cast<std::uint16_t>(pairs[e][i / 2] >> (16 * (i % 2)) & 0xFFFFU));
+        const int channel = order < 0 ? 4 * four + i : raw_[order + 4 * four + i];
+        store_key(at, channel, static_cast<std::uint16_t>(pairs[e][i / 2] >> (16 * (i % 2)) & 0xFFFFU));
       }
     }
   }
