@@ -7,6 +7,7 @@
 #include "cuda/block_codes.cuh"
 #include "cuda/decode_merge.cuh"
 #include "cuda/decode_sorted.cuh"
+#include "cuda/reference.hpp"
 
 namespace kvant::cuda {
 
