@@ -1,0 +1,116 @@
+// src/cuda/ptx.cuh by definition, on the CPU (emulation.hpp).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "base/half.hpp"
+#include "emulation.hpp"
+
+namespace kvant::cuda::ptx {
+
+inline std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - shared);
+}
+inline void async_copy16(std::uint32_t to, const void* from) {
+  std::memcpy(shared + to, from, 16);
+}
+inline void async_commit() {}
+template <int Pending>
+void async_wait() {}
+
+template <bool Bfloat>
+float2 widen2(std::uint32_t pair) {
+  const DType type = Bfloat ? DType::bf16 : DType::f16;
+  return {base::load_float(&pair, type, 0), base::load_float(&pair, type, 1)};
+}
+template <bool Bfloat>
+std::uint32_t narrow2(float low, float high) {
+  std::uint32_t pair = 0;
+  base::store_float(&pair, Bfloat ? DType::bf16 : DType::f16, 0, low);
+  base::store_float(&pair, Bfloat ? DType::bf16 : DType::f16, 1, high);
+  return pair;
+}
+
+// D[row][column] += product(row, column) for the four elements of a lane, once every lane has put its operands down.
+template <class Sum, class Product>
+void multiply(Sum (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, const Product& product) {
+  emulation::Warp& warp = emulation::warp();
+  const int lane = emulation::lane();
+  std::copy(a, a + 4, warp.a[lane]);
+  warp.b[lane][0] = b0;
+  warp.b[lane][1] = b1;
+  warp.meet.arrive_and_wait();
+  for (int i = 0; i < 4; ++i) c[i] += product(warp, lane / 4 + 8 * (i / 2), 2 * (lane % 4) + i % 2);
+  warp.meet.arrive_and_wait();
+}
+
+template <bool SignedB>
+void mma_bytes(std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+  multiply(c, a, b0, b1, [](const emulation::Warp& warp, int row, int column) {
+    std::int32_t sum = 0;
+    for (int k = 0; k < 32; ++k) {
+      const int t = k % 16 / 4;
+      const auto x = warp.a[row % 8 * 4 + t][row / 8 + k / 16 * 2] >> (8 * (k % 4)) & 0xFFU;
+      const auto y = warp.b[column * 4 + t][k / 16] >> (8 * (k % 4)) & 0xFFU;
+      sum += static_cast<std::int32_t>(x) * (SignedB ? static_cast<std::int8_t>(y) : static_cast<std::int32_t>(y));
+    }
+    return sum;
+  });
+}
+template <bool Bfloat>
+void mma_half(float (&c)[4], const uint4& a, std::uint32_t b0, std::uint32_t b1) {
+  multiply(c, {a.x, a.y, a.z, a.w}, b0, b1, [](const emulation::Warp& warp, int row, int column) {
+    double sum = 0;
+    for (int k = 0; k < 16; k += 2) {
+      const int t = k % 8 / 2;
+      const float2 x = widen2<Bfloat>(warp.a[row % 8 * 4 + t][row / 8 + k / 8 * 2]);
+      const float2 y = widen2<Bfloat>(warp.b[column * 4 + t][k / 8]);
+      sum += static_cast<double>(x.x) * y.x + static_cast<double>(x.y) * y.y;
+    }
+    return static_cast<float>(sum);
+  });
+}
+// Named by kernels of other pages that share headers with those of block pages.
+template <bool SignedB>
+void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                    std::uint32_t b1) {
+  c[0] = c[1] = c[2] = c[3] = start;
+  mma_bytes<SignedB>(c, a, b0, b1);
+}
+void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
+void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
+
+// An 8x8 matrix of 16-bit elements, two of a row per lane.
+inline std::uint32_t transpose(std::uint32_t x) {
+  return emulation::exchange(x, [](const std::uint64_t* values) {
+    const int column = emulation::lane() / 4;
+    std::uint32_t result = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * (emulation::lane() % 4) + i;
+      result |= static_cast<std::uint32_t>(values[row * 4 + column / 2] >> (16 * (column % 2)) & 0xFFFFU) << (16 * i);
+    }
+    return result;
+  });
+}
+
+inline float exp2_fast(float x) {
+  return std::exp2(x);
+}
+inline float log2_fast(float x) {
+  return std::log2(x);
+}
+inline float reciprocal(float x) {
+  return 1.0F / x;
+}
+template <int Bit>
+float xor_max(float x) {
+  return std::fmax(x, __shfl_xor_sync(0xFFFFFFFFU, x, Bit));
+}
+template <int Bit>
+float xor_sum(float x) {
+  return x + __shfl_xor_sync(0xFFFFFFFFU, x, Bit);
+}
+
+}  // namespace kvant::cuda::ptx
