@@ -55,8 +55,8 @@ static __global__ void fill_endpoints(std::uint8_t* pages, DeviceFormat f, unsig
   }
 }
 
-// Pages with an order of channels and counts, and blocks, are the CPU's own, a few of them over and over. Channels differ as those
-// of models do, by a factor of 2^normal.
+// Pages with an order of channels and counts, and blocks, are the CPU's own, a few of them over and over. Channels
+// differ as those of models do, by a factor of 2^normal.
 constexpr int kSealedKinds = 8;
 
 inline std::vector<std::byte> sealed_images(const PagePool::Impl& pool) {

@@ -4,119 +4,33 @@
 // added one by one.
 #pragma once
 
-#include "cuda/block_codes.cuh"
+#include "cuda/block_scores.cuh"
 #include "cuda/decode_merge.cuh"
-#include "cuda/decode_sorted.cuh"
 #include "cuda/reference.hpp"
 
 namespace kvant::cuda {
 
-template <int KeyDim, int ValueDim, bool Bfloat>
-struct BlockDecodeConfig {
-  static constexpr KeyFormat key{2, KeyDim};  // formats: for their dimensions
-  static constexpr ValueFormat value{2, ValueDim};
-  static constexpr ExactFormat exact{KeyDim, ValueDim};
-  static constexpr bool sorted = true;  // queries are in shared memory
-  static constexpr bool bfloat = Bfloat;
-  static constexpr int n_tiles = 1;
-  static constexpr int vectors = 4;
-  static constexpr int warps = 4;
-  static constexpr int threads = warps * 32;
-  static constexpr int units_per_page = 1;
-  static constexpr int steps = KeyDim / kStep;
-  static constexpr int value_tiles = ValueDim / kTile;
-
-  // Shared memory: queries as [channel][vector]; a part per warp; when all pages are done, results take its place.
-  static constexpr int x_stride = KeyDim / kFour + 4;  // words of a row of bytes; spreads rows over the banks
-  static constexpr int s_stride = kPage + 8;           // floats of a row of scores
-  static constexpr int warp_offset = KeyDim * vectors * 4;
-  static constexpr int merge_stride = ValueDim + 8;
-  static constexpr int merge_offset = warp_offset;
-  static constexpr int state_offset = merge_offset + warps * vectors * merge_stride * 4;
-  static constexpr int merge_end = state_offset + warps * vectors * 8;
-
-  // Inside a warp's part.
-  static constexpr int x_offset = vectors * s_stride * 4;  // scores come first
-  static constexpr int grid_bytes = kPage * 8;             // of values; takes the place of x
-  static constexpr int x_bytes = 2 * vectors * x_stride * 4;
-  static constexpr int planes_offset = x_offset + (x_bytes > grid_bytes ? x_bytes : grid_bytes);
-  static constexpr int sums_offset = planes_offset + 3 * kBlockPlanes * 16;
-  static constexpr int sums_stride = ValueDim + 8;
-  static constexpr int weights_offset = sums_offset + vectors * sums_stride * 4;
-  static constexpr int list_slots = 256;  // of outliers; takes the place of the weights
-  static constexpr int extra_stride = (ValueDim > kPage ? ValueDim : kPage) + 8;
-  static constexpr int extra_offset = weights_offset + list_slots * 4;
-  static constexpr int raw_offset = extra_offset + vectors * extra_stride * 4;
-  static constexpr int fixed_bytes = raw_offset;
-
-  static constexpr int warp_bytes(int page_bytes) { return fixed_bytes + page_bytes; }
-  static constexpr int shared_bytes(int page_bytes) {
-    const int all = warp_offset + warps * warp_bytes(page_bytes);
-    return all > merge_end ? all : merge_end;
-  }
-};
-
 // A warp with one page after another.
 template <class C>
-class BlockWarp {
+class BlockWarp : public BlockScores<C> {
  public:
   __device__ BlockWarp(const DecodeArgs& args, const BlockFormat& format, const Segment& segment, std::uint8_t* shared)
-      : args_(args),
-        f_(format),
-        segment_(segment),
-        queries_(reinterpret_cast<const float4*>(shared)),
-        own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
-        lane_(static_cast<int>(threadIdx.x) % 32) {
+      : BlockScores<C>(args, format, segment, shared) {
     const int row = (segment.vector0 + owner_.vector) / args.group;
     last_ = args.lengths[segment.sequence] - args.rows + row + 1;
     first_ = args.window > 0 ? max(0, last_ - args.window) : 0;
-    for (int i = lane_; i < C::vectors * C::sums_stride; i += 32) sums(0)[i] = 0;
-    for (int i = lane_; i < C::vectors * C::extra_stride; i += 32) extra(0)[i] = 0;
-    float largest[4] = {1e-30F, 1e-30F, 1e-30F, 1e-30F};
-    for (int i = lane_; i < C::key.dim; i += 32) {
-      const float4 q = queries_[i];
-      largest[0] = fmaxf(largest[0], fabsf(q.x));
-      largest[1] = fmaxf(largest[1], fabsf(q.y));
-      largest[2] = fmaxf(largest[2], fabsf(q.z));
-      largest[3] = fmaxf(largest[3], fabsf(q.w));
-    }
+  }
+
+  // Their way from memory is long: what add_value_outliers() needs is asked for before the scores.
+  __device__ void hold_outliers(const std::uint8_t* page) {
+    if (f_.value.outliers.slots == 0) return;
+
 #pragma unroll
-    for (int k = 0; k < C::vectors; ++k) query_peak_[k] = warp_max(largest[k]);
-#pragma unroll
-    for (int i = 0; i < kBlockPlanes; ++i) {
-      if (lane_ != i) continue;
-      planes(0)[i] = f_.key.planes[i];
-      planes(1)[i] = f_.rest.planes[i];
-      planes(2)[i] = f_.value.planes[i];
+    for (int i = 0; i < kHeld; ++i) {
+      const int slot = range_.begin + lane_ + 32 * i;
+      if (slot < range_.end) held_[i] = load_slot(page, slot);
     }
-    __syncwarp();
   }
-
-  // Keys and values of a page take turns in one slot: warps that wait cost less than the slots that more warps need.
-  __device__ void fetch_keys(const std::uint8_t* page) {
-    __syncwarp();
-    if (page == nullptr) return;
-    copy(raw(), page + head_offset(), f_.value.plane_offset);
-    if (f_.value.outliers.slots > 0) range_ = block_outlier_range(f_, page, segment_.kv_head);
-    ptx::async_commit();
-  }
-  __device__ void fetch_values(const std::uint8_t* page) {
-    __syncwarp();
-    copy(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
-    if (f_.value.shared_grid != 0) copy(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
-    ptx::async_commit();
-  }
-
-  // Scores of the page whose keys are here, in units of log2, into shared memory.
-  __device__ void score(const std::uint8_t* page) {
-    hold_outliers(page);
-    score_tile(f_.key, 0);
-    if (f_.rest.rows > 0) score_tile(f_.rest, 1);
-    __syncwarp();
-    add_key_outliers();
-    __syncwarp();
-  }
-
   // Softmax and outputs. position: of the page's first token.
   __device__ void mix(const std::uint8_t* page, int position, WarpState<C>& state) {
     const BlockTile& tile = f_.value;
@@ -176,225 +90,33 @@ class BlockWarp {
   }
 
  private:
+  using Slot = BlockSlot<C>;
+  using Slot::args_;
+  using Slot::extra;
+  using Slot::f_;
+  using Slot::grid;
+  using Slot::lane_;
+  using Slot::list;
+  using Slot::own_;
+  using Slot::owner_;
+  using Slot::place_planes;
+  using Slot::planes;
+  using Slot::range_;
+  using Slot::rate;
+  using Slot::raw;
+  using Slot::scores;
+  using Slot::segment_;
+  using Slot::sums;
+  using Slot::units;
+  using Slot::values;
+  using Slot::warp_max;
+  using Slot::widen;
+  using BlockScores<C>::key_unit_;
   static constexpr int kHeld = C::list_slots / 32;  // slots of the values' list that a lane asks for early
 
   struct Mixed {
     float factor, bias;  // of the owned vector: integer sum -> output, and what every channel gets
   };
-
-  __device__ std::uint8_t* raw() const {
-    return own_ + C::raw_offset;
-  }
-  // What offsets of a head's block count from while its values are here.
-  __device__ std::uint8_t* values() const {
-    return raw() - f_.value.plane_offset;
-  }
-  __device__ float* scores(int vector) const {
-    return reinterpret_cast<float*>(own_) + vector * C::s_stride;
-  }
-  // Outputs so far, relative to the running maximum of the vector. Not in registers: then a loop over channels is one.
-  __device__ float* sums(int vector) const {
-    return reinterpret_cast<float*>(own_ + C::sums_offset) + vector * C::sums_stride;
-  }
-  __device__ std::uint32_t* list() const {
-    return reinterpret_cast<std::uint32_t*>(own_ + C::weights_offset);
-  }
-  // What outliers add, in fixed point: shared memory adds integers at once, floats only by trial. Zeros between uses.
-  __device__ int* extra(int vector) const {
-    return reinterpret_cast<int*>(own_ + C::extra_offset) + vector * C::extra_stride;
-  }
-  static __device__ __forceinline__ float warp_max(float x) {
-    return ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(x)))));
-  }
-  // Fixed-point units per 1, so that `count` numbers up to `largest` cannot overflow.
-  static __device__ __forceinline__ float units(int count, float largest) {
-    return fminf(1073741824.0F / (static_cast<float>(count) * largest), 1e30F);
-  }
-  __device__ float2* grid() const {
-    return reinterpret_cast<float2*>(own_ + C::x_offset);
-  }
-  __device__ BlockPlane* planes(int tile) const {
-    return reinterpret_cast<BlockPlane*>(own_ + C::planes_offset) + tile * kBlockPlanes;
-  }
-  __device__ std::int64_t head_offset() const {
-    return static_cast<std::int64_t>(segment_.kv_head) * f_.head_bytes;
-  }
-  static __device__ __forceinline__ float widen(const std::uint8_t* from) {
-    return ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint16_t*>(from)).x;
-  }
-  __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
-    const std::uint32_t address = ptx::shared_address(to);
-    for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
-  }
-
-  // The planes of this page, where pages have their own.
-  __device__ void place_planes(const BlockTile& tile, int number) {
-    if (tile.counts_offset < 0) return;  // only keys' differ
-    BlockPlane p[kBlockPlanes];
-    block_planes(tile, raw(), p);
-#pragma unroll
-    for (int i = 0; i < kBlockPlanes; ++i) {
-      if (lane_ == i) planes(number)[i] = p[i];
-    }
-    __syncwarp();
-  }
-  // 1 / steps of the grid as codes are read.
-  __device__ __forceinline__ float rate(const BlockTile& tile, int number, int i) const {
-    if (tile.levels > 0) return tile.rate;
-    int levels = 0;
-#pragma unroll 1
-    for (int p = 0; p < kBlockPlanes; ++p) {
-      const BlockPlane plane = planes(number)[p];
-      levels += plane.covers(i) ? plane.largest() : 0;
-    }
-    return ptx::reciprocal(static_cast<float>(levels << block_lift(tile, i)));
-  }
-
-  // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
-  // the owned vector, {integer score -> score, q . min}.
-  __device__ __forceinline__ float2 prepare_keys(const BlockTile& tile, int number) {
-    constexpr int fours = C::key.dim / kFour;
-    constexpr int rounds = (fours + 31) / 32;
-    auto* x = reinterpret_cast<std::uint32_t*>(own_ + C::x_offset);
-    place_planes(tile, number);
-    float v[rounds][C::vectors][4];
-    float peak[4] = {1e-30F, 1e-30F, 1e-30F, 1e-30F};
-    float offset[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int round = 0; round < rounds; ++round) {
-      const int four = min(32 * round + lane_, fours - 1);
-      const float live = 32 * round + lane_ < fours ? 1.0F : 0.0F;
-      const auto lows = *reinterpret_cast<const uint2*>(raw() + tile.min_offset + 8 * four);
-      const auto highs = *reinterpret_cast<const uint2*>(raw() + tile.max_offset + 8 * four);
-      const float2 low[2] = {ptx::widen2<C::bfloat>(lows.x), ptx::widen2<C::bfloat>(lows.y)};
-      const float2 high[2] = {ptx::widen2<C::bfloat>(highs.x), ptx::widen2<C::bfloat>(highs.y)};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float min = live * (i % 2 == 0 ? low[i / 2].x : low[i / 2].y);
-        const float max = live * (i % 2 == 0 ? high[i / 2].x : high[i / 2].y);
-        const float width = (max - min) * rate(tile, number, 4 * four + i);
-        const float4 q = queries_[tile.order_offset < 0 ? 4 * four + i : raw()[tile.order_offset + 4 * four + i]];
-        const float parts[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int k = 0; k < C::vectors; ++k) {
-          v[round][k][i] = parts[k] * width;
-          peak[k] = fmaxf(peak[k], fabsf(v[round][k][i]));
-          offset[k] = fmaf(parts[k], min, offset[k]);
-        }
-      }
-    }
-    const float top = combine_lanes(peak, [](float a, float b) { return fmaxf(a, b); });
-    const float zero = combine_lanes(offset, [](float a, float b) { return a + b; });
-    const float factor = 32512.0F * ptx::reciprocal(top);  // high byte within +-127
-    __syncwarp();                                          // the last tile's readers are done
-#pragma unroll
-    for (int k = 0; k < C::vectors; ++k) {
-      const float f = __shfl_sync(0xFFFFFFFFU, factor, k);
-#pragma unroll
-      for (int round = 0; round < rounds; ++round) {
-        const int four = 32 * round + lane_;
-        std::uint32_t high, low;
-        split_bytes(v[round][k], f, high, low);
-        if (four >= fours) continue;
-        x[2 * k * C::x_stride + four] = high;
-        x[(2 * k + 1) * C::x_stride + four] = low;
-      }
-    }
-    __syncwarp();
-    const float scale = args_.scale * kLog2e;
-    return {top * (scale / 32512.0F), zero * scale};
-  }
-
-  __device__ __forceinline__ void score_tile(const BlockTile& tile, int number) {
-    const float2 turn = prepare_keys(tile, number);
-    const auto* x = reinterpret_cast<const std::uint32_t*>(own_ + C::x_offset) + owner_.g * C::x_stride + owner_.t;
-    constexpr int most = 4;  // steps whose sums stay exact in a float's mantissa: 255 * 128 * 32 each
-    float* to = scores(owner_.t) + tile.first;
-#pragma unroll 1
-    for (int chunk = 0; chunk * 64 < tile.rows; ++chunk) {
-      float s[4][2];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) s[j][0] = s[j][1] = turn.y;
-#pragma unroll 1
-      for (int first = 0; first < C::steps; first += most) {
-        std::int32_t c[4][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B400000;
-        with_joined(tile, chunk, [&](const auto joined) {
-          constexpr int kJoined = decltype(joined)::value;
-#pragma unroll(kJoined > 0 ? 4 : 1)
-          for (int step = first; step < min(first + most, C::steps); ++step) {
-            StepCodes codes;
-            load_step<kJoined, 0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
-            const std::uint32_t b0 = x[8 * step];
-            const std::uint32_t b1 = x[8 * step + 4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
-          }
-        });
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float high = __int_as_float(c[j][2 * e]) - kKeyMagic;
-            const float low = __int_as_float(c[j][2 * e + 1]) - kKeyMagic;
-            s[j][e] = fmaf(fmaf(high, 256.0F, low), turn.x, s[j][e]);
-          }
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = 64 * chunk + kTile * j + 8 * e + owner_.g;
-          if (row < tile.rows) to[row] = s[j][e];
-        }
-      }
-    }
-  }
-
-  // What an outlier has beyond the value that its code says, the end that it is beyond; 0 for slots that are not used,
-  // which hold the maximum.
-  __device__ __forceinline__ float key_rest(int slot, int channel) const {
-    const BlockTile& tile = f_.key;
-    const float x = widen(raw() + tile.outliers.value_offset + 2 * slot);
-    const float low = widen(raw() + tile.min_offset + 2 * channel);
-    const float high = widen(raw() + tile.max_offset + 2 * channel);
-    const bool above = x > high;
-    const int end = block_table_entry(tile, above ? (1 << tile.table_bits) - 1 : 0);
-    const float rest = x - fmaf(static_cast<float>(end), (high - low) * (1.0F / kTableStepsOnDevice), low);
-    return above || x < low ? rest : 0.0F;
-  }
-  __device__ __forceinline__ void add_key_outliers() {
-    const BlockOutliers& list = f_.key.outliers;
-    key_unit_ = 0;
-    if (list.slots == 0) return;
-    float largest = 0;
-#pragma unroll 4
-    for (int slot = lane_; slot < list.slots; slot += 32) {
-      largest = fmaxf(largest, fabsf(key_rest(slot, block_slot_channel(list, slot))));
-    }
-    largest = warp_max(largest);
-    if (largest == 0) return;
-    float factor[C::vectors];
-#pragma unroll
-    for (int k = 0; k < C::vectors; ++k) factor[k] = units(list.slots, largest * query_peak_[k]);
-#pragma unroll 4
-    for (int slot = lane_; slot < list.slots; slot += 32) {
-      const int channel = block_slot_channel(list, slot);
-      const float rest = key_rest(slot, channel);
-      if (rest == 0) continue;
-      const float4 q = queries_[channel];
-      int* to = extra(0) + raw()[list.row_offset + slot];
-      atomicAdd(to, __float2int_rn(q.x * rest * factor[0]));
-      atomicAdd(to + C::extra_stride, __float2int_rn(q.y * rest * factor[1]));
-      atomicAdd(to + 2 * C::extra_stride, __float2int_rn(q.z * rest * factor[2]));
-      atomicAdd(to + 3 * C::extra_stride, __float2int_rn(q.w * rest * factor[3]));
-    }
-    const float own =
-        owner_.vector < 2 ? (owner_.vector == 0 ? factor[0] : factor[1]) : (owner_.vector == 2 ? factor[2] : factor[3]);
-    key_unit_ = args_.scale * kLog2e / own;
-  }
 
   // {min, width} of every place; returns what makes weights times widths use 16 bits.
   __device__ __forceinline__ float prepare_values() {
@@ -530,16 +252,6 @@ class BlockWarp {
            static_cast<std::uint32_t>(page[list.row_offset + slot]) << 16 |
            static_cast<std::uint32_t>(page[list.depth_offset + slot]) << 24;
   }
-  // Their way from memory is long: what add_value_outliers() needs is asked for before the scores.
-  __device__ __forceinline__ void hold_outliers(const std::uint8_t* page) {
-    if (f_.value.outliers.slots == 0) return;
-
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int slot = range_.begin + lane_ + 32 * i;
-      if (slot < range_.end) held_[i] = load_slot(page, slot);
-    }
-  }
   // The residual of a slot: the code of an outlier is the middle one.
   __device__ __forceinline__ float value_rest(std::uint32_t slot) const {
     const BlockTile& tile = f_.value;
@@ -604,17 +316,7 @@ class BlockWarp {
     }
   }
 
-  const DecodeArgs& args_;
-  const BlockFormat& f_;
-  const Segment& segment_;
-  const float4* queries_;
-  std::uint8_t* own_;
-  int lane_;
-  Lane owner_;
   int first_, last_;  // visible positions of vector g / 2
-  BlockRange range_;
-  float query_peak_[C::vectors];  // largest magnitude of each query
-  float key_unit_ = 0;            // of `extra` in scores of vector g / 2; 0: nothing there
   std::uint32_t held_[kHeld] = {};
 };
 
@@ -669,7 +371,8 @@ __global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 3 : 2)
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
     ptx::async_wait<0>();
     __syncwarp();
-    worker.score(page);
+    worker.hold_outliers(page);
+    worker.score();
     worker.fetch_values(page);
     ptx::async_wait<0>();
     __syncwarp();

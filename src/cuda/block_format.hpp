@@ -161,7 +161,7 @@ KVANT_BOTH inline void block_planes(const BlockTile& tile, const std::uint8_t* h
 KVANT_BOTH inline int block_levels(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes], int i) {
   if (tile.table_bits > 0) return kTableStepsOnDevice;
   int levels = 0;
-  for (int p = 0; p < kBlockPlanes; ++p) levels += planes[p].covers(i) ? planes[p].largest() : 0;
+  for (const BlockPlane& plane : planes) levels += plane.covers(i) ? plane.largest() : 0;
   return levels;
 }
 
@@ -189,8 +189,7 @@ KVANT_BOTH constexpr int block_table_entry(const BlockTile& tile, int code) {
 KVANT_BOTH inline int block_step(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes],
                                  const std::uint8_t* head, int row, int i) {
   int code = 0;
-  for (int p = 0; p < kBlockPlanes; ++p) {
-    const BlockPlane& plane = planes[p];
+  for (const BlockPlane& plane : planes) {
     if (!plane.covers(i)) continue;
     const BlockWord word = block_word(plane.bits, (tile.rows + kTile - 1) / kTile, plane.fours, row / kTile,
                                       row % kTile, i / kFour - plane.first);

@@ -24,8 +24,8 @@ struct DeviceFormat {
 // dimensions, type.
 void check_device_shape(const Recipe& recipe, const CacheShape& shape);
 
-// The tuned format of the integer kernels. Throws Error(invalid_argument) naming what they do not take (block pages may:
-// block.hpp).
+// The tuned format of the integer kernels. Throws Error(invalid_argument) naming what they do not take (block pages
+// may: block.hpp).
 DeviceFormat make_device_format(const Recipe& recipe, const CacheShape& shape);
 
 // One head of a sealed page: `block` is the whole page of layout.page_bytes, `device` has format.head_bytes(). The two
