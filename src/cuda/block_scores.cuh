@@ -33,9 +33,6 @@ class BlockScores : public BlockSlot<C> {
   }
 
  protected:
-  float key_unit_ = 0;  // of `extra` in scores of vector g / 2; 0: nothing there
-
- private:
   using Slot = BlockSlot<C>;
   using Slot::args_;
   using Slot::extra;
@@ -53,6 +50,9 @@ class BlockScores : public BlockSlot<C> {
   using Slot::warp_max;
   using Slot::widen;
 
+  float key_unit_ = 0;  // of `extra` in scores of vector g / 2; 0: nothing there
+
+ private:
   // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
   // the owned vector, {integer score -> score, q . min}.
   __device__ __forceinline__ float2 prepare_keys(const BlockTile& tile, int number) {

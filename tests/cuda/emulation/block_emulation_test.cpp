@@ -117,7 +117,7 @@ void expect_few() {
   for (const char* recipe : kRecipes) {
     SCOPED_TRACE(recipe);
     using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat>;
-    Problem problem(recipe, {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 5, 2, 3);
+    Problem problem(recipe, {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 5, 2, 2);
     problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(block_half_bytes(problem.format)));
     EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
   }
