@@ -35,9 +35,9 @@ DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
 // Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages but
-// kvquant with rope=before, with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi, kitty
-// and waterfill have formats of their own where this build has kernels of the widths and shape; all others, parts of
-// these among them, are the CPU's blocks, which take more time (docs/results.md).
+// kvquant with rope=before, with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi,
+// kitty and waterfill have formats of their own where this build has kernels of the widths and shape; all others, parts
+// of these among them, are the CPU's blocks, which take more time (docs/results.md).
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
