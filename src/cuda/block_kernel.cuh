@@ -74,27 +74,6 @@ __device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries,
   }
 }
 
-template <class C>
-__device__ __forceinline__ void multiply_block_values(const std::uint8_t* values, const Scores<C>& s,
-                                                      PrefillState<C>& state) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int j = 0; j < kStageTiles; ++j) {
-    uint4 p[C::m_tiles];
-#pragma unroll
-    for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
-#pragma unroll
-    for (int n = 0; n < C::value_tiles; ++n) {
-      const uint4 b = *reinterpret_cast<const uint4*>(values + (j * C::value_tiles + n) * kQuadBytes + lane * 16);
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-        ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.z);
-        ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.y, b.w);
-      }
-    }
-  }
-}
-
 // Hides tokens from rows that must not see them. tokens: those in the places of a page's half; null: in order.
 template <class C>
 __device__ __forceinline__ void hide_places(const DecodeArgs& args, const Stage& stage, const std::uint8_t* tokens,
@@ -263,7 +242,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
         high <= min(fewest, stage.end) && low >= stage.first && (args.window == 0 || low >= most - args.window);
     if (!whole) hide_places<C>(args, stage, tokens, state, s);
     soften<C>(state, s, rescale ? 1.0F : scale);
-    multiply_block_values<C>(shared + at.values, s, state);
+    multiply_value_tiles<C>(shared + at.values, s, state);
   }
   if (rotated) turn_back<C>(state, format.value.rotation);
 

@@ -81,23 +81,7 @@ struct MmaEngine {
 
   static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
                                                          PrefillState<C>& state) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const std::uint8_t* values = shared + C::values_offset;
-#pragma unroll
-    for (int j = 0; j < kStageTiles; ++j) {
-      uint4 p[C::m_tiles];
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
-#pragma unroll
-      for (int n = 0; n < C::value_tiles; ++n) {
-        const uint4 b = *reinterpret_cast<const uint4*>(values + (j * C::value_tiles + n) * kQuadBytes + lane * 16);
-#pragma unroll
-        for (int m = 0; m < C::m_tiles; ++m) {
-          ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.z);
-          ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.y, b.w);
-        }
-      }
-    }
+    multiply_value_tiles<C>(shared + C::values_offset, s, state);
   }
 
  private:

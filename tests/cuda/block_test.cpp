@@ -120,14 +120,8 @@ TEST(BlockPage, IsTheCpusBlock) {
 
 TEST(BlockPage, RefusesWhatItCannotHold) {
   const CacheShape shape{1, 128, 128, DType::f16};
-  const auto refused = [&](const char* recipe, const CacheShape& s, const char* word) {
-    try {
-      choose_format(parse_recipe(recipe), s);
-      ADD_FAILURE() << recipe;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
-      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
-    }
+  const auto refused = [](const char* recipe, const CacheShape& s, const char* word) {
+    expect_refused([&] { choose_format(parse_recipe(recipe), s); }, recipe, word);
   };
   refused("kvquant:rope=before", shape, "rope");
   refused("kvquant:page=64", shape, "page");
@@ -256,15 +250,7 @@ TEST(GpuBlock, WindowCapScaleAndSinks) {
     shape.recipe = "kvquant:k=3,v=3";
     shape.rows = rows;
     shape.lengths = {1000, 5, 0};
-    Twins twins(shape);
-    const std::vector<float> sinks = {0.5F, -1, 3, 100, -50, 0, 1, 2};
-    Guarded memory(sinks.size() * 4);
-    memory.write(sinks.data());
-    twins.shape.options.sinks = static_cast<const float*>(memory.data());
-    const Twins::Result cpu = twins.on_cpu(sinks.data());
-    for (const AttendPath path : {AttendPath::reference, AttendPath::automatic}) {
-      EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
-    }
+    expect_learned_sinks(shape, AttendPath::automatic);
   }
 }
 

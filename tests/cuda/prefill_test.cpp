@@ -117,15 +117,7 @@ TEST(GpuPrefill, WindowCapScaleAndSinks) {
   Shape shape;
   shape.rows = 20;
   shape.lengths = {1000, 5, 0};
-  Twins twins(shape);
-  const std::vector<float> sinks = {0.5F, -1, 3, 100, -50, 0, 1, 2};
-  Guarded memory(sinks.size() * 4);
-  memory.write(sinks.data());
-  twins.shape.options.sinks = static_cast<const float*>(memory.data());
-  const Twins::Result cpu = twins.on_cpu(sinks.data());
-  for (const AttendPath path : {AttendPath::reference, AttendPath::prefill}) {
-    EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3);
-  }
+  expect_learned_sinks(shape, AttendPath::prefill);
 }
 
 // One part and many, more parts than a short sequence has stages.

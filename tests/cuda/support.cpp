@@ -239,4 +239,26 @@ Twins::Result Twins::on_gpu(const AttendPlan& plan) const {
   return result;
 }
 
+void expect_learned_sinks(const Shape& shape, AttendPath path) {
+  Twins twins(shape);
+  const std::vector<float> sinks = {0.5F, -1, 3, 100, -50, 0, 1, 2};
+  Guarded memory(sinks.size() * 4);
+  memory.write(sinks.data());
+  twins.shape.options.sinks = static_cast<const float*>(memory.data());
+  const Twins::Result cpu = twins.on_cpu(sinks.data());
+  for (const AttendPath each : {AttendPath::reference, path}) {
+    EXPECT_LE(relative_error(twins.on_gpu(each).out, cpu.out), 1e-3);
+  }
+}
+
+void expect_refused(const std::function<void()>& body, const char* what, const char* word) {
+  try {
+    body();
+    ADD_FAILURE() << what;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+  }
+}
+
 }  // namespace kvant::cuda::test

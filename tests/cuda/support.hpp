@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <random>
 #include <span>
 #include <string>
@@ -87,6 +88,10 @@ struct Twins {
 
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
 void expect_agreement(const Shape& shape, unsigned seed = 1);
+// A learned sink per query head (8 of them): the reference kernel and `path` against the CPU.
+void expect_learned_sinks(const Shape& shape, AttendPath path);
+// body throws Error(invalid_argument) with `word` in its message; `what` names the case.
+void expect_refused(const std::function<void()>& body, const char* what, const char* word);
 // Sequence b of the batch and caches[b] get the same random rows.
 void append_to_both(Batch& batch, std::span<Cache> caches, std::mt19937& random, int rows, float spread);
 // Rows that arrive in chunks on both sides; what is sealed on the device are the CPU's bytes.
