@@ -26,23 +26,57 @@ __device__ __forceinline__ std::uint32_t look_up(const BlockTile& tile, std::uin
   const std::uint32_t low = __byte_perm(tile.table[0], tile.table[1], selector & 0x7777U);
   if (tile.table_bits < 4) return low;
   const std::uint32_t high = __byte_perm(tile.table[2], tile.table[3], selector & 0x7777U);
-  const std::uint32_t upper = (codes >> 3 & 0x01010101U) * 0xFFU;
-  return (low & ~upper) | (high & upper);
+  return __byte_perm(low, high, (selector >> 1 & 0x4444U) | 0x3210U);
 }
 
-// Nibbles of codes below 8, to their steps: those in the low halves of the bytes, and those in the high halves.
+// Nibbles of codes to their steps: those in the low halves of the bytes, and those in the high halves. Bits: of a code.
+template <int Bits>
 __device__ __forceinline__ void look_up_nibbles(const BlockTile& tile, std::uint32_t nibbles, std::uint32_t& low,
                                                 std::uint32_t& high) {
-  const std::uint32_t x = __byte_perm(tile.table[0], tile.table[1], nibbles);
-  const std::uint32_t y = __byte_perm(tile.table[0], tile.table[1], nibbles >> 16);
+  const std::uint32_t selector = Bits < 4 ? nibbles : nibbles & 0x77777777U;
+  std::uint32_t x = __byte_perm(tile.table[0], tile.table[1], selector);
+  std::uint32_t y = __byte_perm(tile.table[0], tile.table[1], selector >> 16);
+  if constexpr (Bits == 4) {
+    const std::uint32_t upper = (nibbles >> 1 & 0x44444444U) | 0x32103210U;  // bytes 0 to 3 of one table or the other
+    x = __byte_perm(x, __byte_perm(tile.table[2], tile.table[3], selector), upper);
+    y = __byte_perm(y, __byte_perm(tile.table[2], tile.table[3], selector >> 16), upper >> 16);
+  }
   low = __byte_perm(x, y, 0x6420);
   high = __byte_perm(x, y, 0x7531);
 }
 
-// Whole row blocks of codes of 2 or 3 bits with a table: row tiles p and p + 2 of a word are looked up together.
-template <int Bits>
-__device__ __forceinline__ void load_table_step(const BlockTile& tile, const std::uint8_t* head, int chunk, int g,
-                                                int four, StepCodes& codes) {
+// Whole row blocks of codes that one or two planes hold for all depth indices, with a table or without.
+
+// Codes of 4 bits: a word has two row tiles.
+template <bool Table>
+__device__ __forceinline__ void load_four_bits(const BlockTile& tile, const std::uint8_t* head, int chunk, int g,
+                                               int four, StepCodes& codes) {
+  const int fours = tile.planes[0].fours;
+  const std::uint8_t* words = head + tile.planes[0].offset + (2 * chunk * fours + four) * kFourBytes + g * kFour;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      std::uint32_t w[2];
+      load_words(words + (j / 2 * fours + 4 * h) * kFourBytes, w[0], w[1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int r = 2 * h + e;
+        if constexpr (Table) {
+          look_up_nibbles<4>(tile, w[e], codes[j][r], codes[j + 1][r]);
+        } else {
+          codes[j][r] = w[e] & 0x0F0F0F0FU;
+          codes[j + 1][r] = w[e] >> 4 & 0x0F0F0F0FU;
+        }
+      }
+    }
+  }
+}
+
+// Of 2 or 3 bits: row tiles p and p + 2 of a word are nibbles of the same bytes, and are looked up together.
+template <int Bits, bool Table>
+__device__ __forceinline__ void load_few_bits(const BlockTile& tile, const std::uint8_t* head, int chunk, int g,
+                                              int four, StepCodes& codes) {
   const int fours = tile.planes[0].fours;
   const std::uint8_t* words = head + tile.planes[0].offset + (chunk * fours + four) * kFourBytes + g * kFour;
   std::uint32_t w[4], v[4];
@@ -60,12 +94,52 @@ __device__ __forceinline__ void load_table_step(const BlockTile& tile, const std
     if constexpr (Bits == 3) single = v[r] >> (4 * (four & 1));
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
+      if constexpr (!Table) {
+        codes[p][r] = w[r] >> (2 * p) & 0x03030303U;
+        codes[p + 2][r] = w[r] >> (2 * p + 4) & 0x03030303U;
+        continue;
+      }
       std::uint32_t nibbles = w[r] >> (2 * p) & 0x33333333U;
       if constexpr (Bits == 3) {
         nibbles |= single << (2 - p) & 0x04040404U;
         nibbles |= single << (4 - p) & 0x40404040U;
       }
-      look_up_nibbles(tile, nibbles, codes[p][r], codes[p + 2][r]);
+      look_up_nibbles<Bits>(tile, nibbles, codes[p][r], codes[p + 2][r]);
+    }
+  }
+}
+
+// A mask of the bytes of `four` whose depth indices are below `end`.
+__device__ __forceinline__ std::uint32_t bytes_below(int end, int four) {
+  const int count = min(max(end - kFour * four, 0), kFour);
+  return count == kFour ? 0xFFFFFFFFU : (1U << (8 * count)) - 1;
+}
+
+// Of 2 bits, and 4 for the first depth indices, whose upper bits are a plane of their own; the others are read 2 up.
+__device__ __forceinline__ void load_layered_bits(const BlockTile& tile, const std::uint8_t* head, int chunk, int g,
+                                                  int four, StepCodes& codes) {
+  const std::uint8_t* words =
+      head + tile.planes[0].offset + (chunk * tile.planes[0].fours + four) * kFourBytes + g * kFour;
+  const std::uint8_t* uppers =
+      head + tile.planes[1].offset + (chunk * tile.planes[1].fours + four) * kFourBytes + g * kFour;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const std::uint32_t wide = bytes_below(tile.lift_from, four + 4 * h);
+    std::uint32_t w[2];
+    std::uint32_t u[2] = {0, 0};
+    load_words(words + 4 * h * kFourBytes, w[0], w[1]);
+    if (four + 4 * h < tile.planes[1].fours) load_words(uppers + 4 * h * kFourBytes, u[0], u[1]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::uint32_t low = w[e] & wide;
+      const std::uint32_t high = u[e] | (w[e] & ~wide);
+      const std::uint32_t even = (low & 0x33333333U) | (high << 2 & 0xCCCCCCCCU);
+      const std::uint32_t odd = (low >> 2 & 0x33333333U) | (high & 0xCCCCCCCCU);
+      const int r = 2 * h + e;
+      codes[0][r] = even & 0x0F0F0F0FU;
+      codes[1][r] = odd & 0x0F0F0F0FU;
+      codes[2][r] = even >> 4 & 0x0F0F0F0FU;
+      codes[3][r] = odd >> 4 & 0x0F0F0F0FU;
     }
   }
 }
@@ -89,6 +163,7 @@ __device__ __forceinline__ void load_plane_step(const BlockTile& tile, const Blo
 #pragma unroll 1
   for (int p = 0; p < count; ++p) {
     const BlockPlane plane = planes[p];
+    if ((four & ~7) >= plane.first + plane.fours || (four | 7) < plane.first) continue;  // nothing of this step
     const int bits = plane.bits;
     const std::uint8_t* from = head + plane.offset + g * kFour;
 #pragma unroll
@@ -131,9 +206,7 @@ __device__ __forceinline__ void load_plane_step(const BlockTile& tile, const Blo
   if (tile.lift > 0) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Bytes of depth indices below lift_from stay.
-      const int stay = min(max(tile.lift_from - kFour * (four + 4 * h), 0), kFour);
-      const std::uint32_t mask = stay == kFour ? 0xFFFFFFFFU : (1U << (8 * stay)) - 1;
+      const std::uint32_t mask = bytes_below(tile.lift_from, four + 4 * h);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -151,25 +224,43 @@ __device__ __forceinline__ void load_plane_step(const BlockTile& tile, const Blo
   }
 }
 
-// Joined: what with_joined() says.
-template <int Joined, int RowTiles>
+// How load_step reads a chunk.
+template <BlockCodes Codes, int RowTiles>
 __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlane* planes, const std::uint8_t* head,
                                           int chunk, int g, int four, StepCodes& codes) {
-  if constexpr (Joined > 0) {
-    load_table_step<Joined>(tile, head, chunk, g, four, codes);
-  } else {
+  if constexpr (Codes == BlockCodes::any) {
     load_plane_step<RowTiles>(tile, planes, head, chunk, g, four, codes);
+  } else if constexpr (Codes == BlockCodes::layered) {
+    load_layered_bits(tile, head, chunk, g, four, codes);
+  } else if constexpr (Codes == BlockCodes::plain4 || Codes == BlockCodes::table4) {
+    load_four_bits<Codes == BlockCodes::table4>(tile, head, chunk, g, four, codes);
+  } else {
+    load_few_bits<Codes == BlockCodes::table3 ? 3 : 2, Codes != BlockCodes::plain2>(tile, head, chunk, g, four, codes);
   }
 }
 
-// Calls body(2), body(3) or body(0), as constants: how load_step reads this chunk. Outside of loops over steps, which
-// with short bodies can be unrolled: more code than the instruction caches hold costs more than it saves.
+// Calls body with the tile's BlockCodes as a constant (any: where the chunk has less than four row tiles). Outside of
+// loops over steps, which with short bodies can be unrolled: more code than the instruction caches hold costs more than
+// it saves.
 template <class Body>
-__device__ __forceinline__ void with_joined(const BlockTile& tile, int chunk, const Body& body) {
+__device__ __forceinline__ void with_codes(const BlockTile& tile, int chunk, const Body& body) {
   const bool whole = 4 * chunk + 4 <= (tile.rows + kTile - 1) / kTile;
-  if (whole && tile.joined == 3) return body(std::integral_constant<int, 3>());
-  if (whole && tile.joined == 2) return body(std::integral_constant<int, 2>());
-  body(std::integral_constant<int, 0>());
+  switch (whole ? tile.codes : BlockCodes::any) {
+    case BlockCodes::table2:
+      return body(std::integral_constant<BlockCodes, BlockCodes::table2>());
+    case BlockCodes::table3:
+      return body(std::integral_constant<BlockCodes, BlockCodes::table3>());
+    case BlockCodes::table4:
+      return body(std::integral_constant<BlockCodes, BlockCodes::table4>());
+    case BlockCodes::plain2:
+      return body(std::integral_constant<BlockCodes, BlockCodes::plain2>());
+    case BlockCodes::plain4:
+      return body(std::integral_constant<BlockCodes, BlockCodes::plain4>());
+    case BlockCodes::layered:
+      return body(std::integral_constant<BlockCodes, BlockCodes::layered>());
+    default:
+      return body(std::integral_constant<BlockCodes, BlockCodes::any>());
+  }
 }
 
 }  // namespace kvant::cuda

@@ -21,41 +21,30 @@ class BlockWarp : public BlockScores<C> {
     first_ = args.window > 0 ? max(0, last_ - args.window) : 0;
   }
 
-  // Their way from memory is long: what add_value_outliers() needs is asked for before the scores.
-  __device__ void hold_outliers(const std::uint8_t* page) {
-    if (f_.value.outliers.slots == 0) return;
-
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int slot = range_.begin + lane_ + 32 * i;
-      if (slot < range_.end) held_[i] = load_slot(page, slot);
-    }
-  }
   // Softmax and outputs. position: of the page's first token.
   __device__ void mix(const std::uint8_t* page, int position, WarpState<C>& state) {
     const BlockTile& tile = f_.value;
     const float gain = prepare_values();
     const Mixed mixed = soften(position, gain, state);
     const auto* weights = reinterpret_cast<const std::uint32_t*>(own_ + C::weights_offset) + lane_;
-    float* own = sums(owner_.t) + owner_.g;
-#pragma unroll 1
-    for (int chunk = 0; chunk < (C::value_tiles + 3) / 4; ++chunk) {
+    float(&o)[C::value_tiles][2] = state.o[0];
+#pragma unroll(kTurns ? 1 : kChunks)
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       std::int32_t c[4][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B000000;
-      with_joined(tile, chunk, [&](const auto joined) {
-        constexpr int kJoined = decltype(joined)::value;
-#pragma unroll(kJoined > 0 ? 4 : 1)
+      with_codes(tile, chunk, [&](const auto kind) {
+        constexpr BlockCodes kCodes = decltype(kind)::value;
+#pragma unroll(kCodes != BlockCodes::any ? 4 : 1)
         for (int step = 0; step < kPage / kStep; ++step) {
           StepCodes codes;
-          load_step<kJoined, C::value_tiles>(tile, planes(2), values(), chunk, owner_.g, 8 * step + owner_.t, codes);
+          load_step<kCodes, C::value_tiles>(tile, planes(2), values(), chunk, owner_.g, 8 * step + owner_.t, codes);
           const std::uint32_t b0 = weights[64 * step];
           const std::uint32_t b1 = weights[64 * step + 32];
 #pragma unroll
           for (int j = 0; j < 4; ++j) ptx::mma_bytes<false>(c[j], codes[j], b0, b1);
         }
       });
-
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (4 * chunk + j >= C::value_tiles) break;
@@ -66,36 +55,31 @@ class BlockWarp : public BlockScores<C> {
           float out = fmaf(fmaf(high, 256.0F, low), mixed.factor, mixed.bias);
           const int channel = kTile * (4 * chunk + j) + 8 * e;
           if (tile.factor_offset >= 0) out *= widen(values() + tile.factor_offset + 2 * (channel + owner_.g));
-          own[channel] += out;
+          o[kTurns ? j : 4 * chunk + j][e] += out;
         }
       }
+      if constexpr (kTurns) turn_outputs(o);
     }
-    if (f_.value.outliers.slots > 0) {
-      __syncwarp();
-      add_value_outliers(page);
-    }
+    if (tile.outliers.slots > 0) add_value_outliers(page, o);
   }
 
-  // After the last page: outputs to their owners, rotated values to plain ones.
+  // After the last page.
   __device__ void finish(WarpState<C>& state) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < C::value_tiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        state.o[0][j][e] = sums(owner_.t)[kTile * j + 8 * e + owner_.g];
-      }
-    }
     if (f_.value.rotation > 1) turn(state);
   }
 
  private:
   using Slot = BlockSlot<C>;
   using Slot::args_;
+  using Slot::clear;
   using Slot::extra;
   using Slot::f_;
+  using Slot::fixed_product;
   using Slot::grid;
+  using Slot::kFixedRange;
   using Slot::lane_;
+  using Slot::largest_bits;
+  using Slot::largest_of;
   using Slot::list;
   using Slot::own_;
   using Slot::owner_;
@@ -103,20 +87,30 @@ class BlockWarp : public BlockScores<C> {
   using Slot::planes;
   using Slot::range_;
   using Slot::rate;
-  using Slot::raw;
   using Slot::scores;
   using Slot::segment_;
-  using Slot::sums;
-  using Slot::units;
   using Slot::values;
   using Slot::warp_max;
   using Slot::widen;
-  using BlockScores<C>::key_unit_;
-  static constexpr int kHeld = C::list_slots / 32;  // slots of the values' list that a lane asks for early
+  static constexpr int kChunks = (C::value_tiles + 3) / 4;
+  // The loop over chunks stays one: the outputs of the next chunk take the place of those of the last.
+  static constexpr bool kTurns = C::value_tiles % 4 == 0;
 
   struct Mixed {
     float factor, bias;  // of the owned vector: integer sum -> output, and what every channel gets
   };
+
+  static __device__ __forceinline__ void turn_outputs(float (&o)[C::value_tiles][2]) {
+    float first[4][2];
+#pragma unroll
+    for (int j = 0; j < C::value_tiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (j < 4) first[j][e] = o[j][e];
+        o[j][e] = j + 4 < C::value_tiles ? o[(j + 4) % C::value_tiles][e] : first[j + 4 - C::value_tiles][e];
+      }
+    }
+  }
 
   // {min, width} of every place; returns what makes weights times widths use 16 bits.
   __device__ __forceinline__ float prepare_values() {
@@ -130,7 +124,9 @@ class BlockWarp : public BlockScores<C> {
       const int i = 4 * lane_ + b;
       const int at = 2 * block_grid_index(f_, tile, values(), i);
       const float low = widen(ends + tile.min_offset + at);
-      const float width = (widen(ends + tile.max_offset + at) - low) * rate(tile, 2, i);
+      const float high = widen(ends + tile.max_offset + at);
+      const float width = (high - low) * rate(tile, 2, i);
+      largest_end_ = fmaxf(b == 0 ? 0.0F : largest_end_, fmaxf(fabsf(low), fabsf(high)));
       pairs[b] = {low, width};
       widest = fmaxf(widest, width);
     }
@@ -138,8 +134,7 @@ class BlockWarp : public BlockScores<C> {
     to[0] = {pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y};
     to[1] = {pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y};
     __syncwarp();
-    widest = ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(widest)))));
-    return 65500.0F * ptx::reciprocal(widest);
+    return 65500.0F * ptx::reciprocal(warp_max(widest));
   }
 
   // Scores to weights, as bytes: lane 4g + t has the high (g even) or the low ones of vector g / 2 at places 16 i + 4t
@@ -155,22 +150,6 @@ class BlockWarp : public BlockScores<C> {
       s[i][1] = four.y;
       s[i][2] = four.z;
       s[i][3] = four.w;
-    }
-    if (key_unit_ != 0) {
-      int* fixed = extra(owner_.vector) + 4 * owner_.t;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int4 four = *reinterpret_cast<const int4*>(fixed + 16 * i);
-        s[i][0] = fmaf(static_cast<float>(four.x), key_unit_, s[i][0]);
-        s[i][1] = fmaf(static_cast<float>(four.y), key_unit_, s[i][1]);
-        s[i][2] = fmaf(static_cast<float>(four.z), key_unit_, s[i][2]);
-        s[i][3] = fmaf(static_cast<float>(four.w), key_unit_, s[i][3]);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (owner_.half == 0) *reinterpret_cast<int4*>(fixed + 16 * i) = {0, 0, 0, 0};
-      }
     }
     if (args_.softcap > 0) {
 #pragma unroll
@@ -216,15 +195,11 @@ class BlockWarp : public BlockScores<C> {
     // To the owners of the vectors.
     const int from = 8 * owner_.t;
     const float owned_peak = __shfl_sync(0xFFFFFFFFU, peak, from);
-    const float before = state.maximum[0];
     const float finite = state.raise(0, owned_peak);
     const float beta = ptx::exp2_fast(owned_peak - finite);
-    if (__any_sync(0xFFFFFFFFU, state.maximum[0] > before)) {
-      const float alpha = ptx::exp2_fast(before - finite);
-      for (int c = owner_.g; c < C::value.dim; c += 8) sums(owner_.t)[c] *= alpha;
-    }
     if (f_.value.outliers.slots > 0) {
       const float own_beta = __shfl_sync(0xFFFFFFFFU, beta, owner_.vector);
+      __syncwarp();  // both halves have read their scores
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (owner_.half == 0) {
@@ -246,48 +221,49 @@ class BlockWarp : public BlockScores<C> {
            (args_.window > 0 && position < length - args_.window);
   }
 
-  __device__ __forceinline__ std::uint32_t load_slot(const std::uint8_t* page, int slot) const {
-    const BlockOutliers& list = f_.value.outliers;
-    return *reinterpret_cast<const std::uint16_t*>(page + list.value_offset + 2 * slot) |
-           static_cast<std::uint32_t>(page[list.row_offset + slot]) << 16 |
-           static_cast<std::uint32_t>(page[list.depth_offset + slot]) << 24;
+  // Adds what a slot's value has beyond the level of the middle code, which is the code of outliers.
+  __device__ __forceinline__ void add_slot(std::uint16_t value, int channel, int place, float middle, float factor) {
+    const float2 pair = grid()[place];
+    const float rest = (ptx::widen2<C::bfloat>(value).x - fmaf(middle, pair.y, pair.x)) * factor;
+#pragma unroll
+    for (int k = 0; k < C::vectors; ++k) atomicAdd(extra(k) + channel, fixed_product(scores(k)[place], rest));
   }
-  // The residual of a slot: the code of an outlier is the middle one.
-  __device__ __forceinline__ float value_rest(std::uint32_t slot) const {
+  __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page, float (&o)[C::value_tiles][2]) {
     const BlockTile& tile = f_.value;
-    const float2 pair = grid()[slot >> 24];
-    const int middle = block_table_entry(tile, 1 << (tile.table_bits - 1));
-    return ptx::widen2<C::bfloat>(slot & 0xFFFFU).x - fmaf(static_cast<float>(middle), pair.y, pair.x);
-  }
-  __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page) {
+    const BlockOutliers& at = tile.outliers;
     const int count = range_.end - range_.begin;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) list()[lane_ + 32 * i] = held_[i];
-    const auto slot_at = [&](int i) { return i < C::list_slots ? list()[i] : load_slot(page, range_.begin + i); };
-    float largest = 0;
-#pragma unroll 1
-    for (int i = lane_; i < count; i += 32) largest = fmaxf(largest, fabsf(value_rest(slot_at(i))));
-    largest = warp_max(largest);
-    if (largest == 0) return;
-    const float factor = units(count, largest);  // weights are at most 1
+    const int here = min(count, C::list_slots);
+    if (count == 0) return;
+    const auto* values_here = reinterpret_cast<const std::uint16_t*>(list(C::list_values, at.value_offset, 2));
+    const auto* rows = list(C::list_rows, at.row_offset, 1);
+    const auto* depths = list(C::list_depths, at.depth_offset, 1);
+    const auto* all_values = reinterpret_cast<const std::uint16_t*>(page + at.value_offset) + range_.begin;
+    const std::uint8_t* all_rows = page + at.row_offset + range_.begin;
+    const std::uint8_t* all_depths = page + at.depth_offset + range_.begin;
+    // The copy's first and last pairs may be another head's: a bound is all this is for.
+    const int offset = ((at.value_offset + 2 * range_.begin) & 15) / 2;
+    std::uint32_t most = largest_bits(own_ + C::list_values, (offset + here + 1) / 2, 0);
+    for (int i = here + lane_; i < count; i += 32) most = max(most, all_values[i] & 0x7FFFU);
+    const float bound = largest_of(most) + warp_max(largest_end_);
+    if (bound == 0) return;
+    const float factor = kFixedRange / bound;  // weights are at most 1
+    __syncwarp();                              // the codes that `extra` takes the place of are read
+    clear(extra(0), C::vectors * C::extra_stride);
+    const auto middle = static_cast<float>(block_table_entry(tile, 1 << (tile.table_bits - 1)));
+    __syncwarp();
 #pragma unroll 2
-    for (int i = lane_; i < count; i += 32) {
-      const std::uint32_t slot = slot_at(i);
-      const float rest = value_rest(slot) * factor;
-      int* to = extra(0) + (slot >> 16 & 0xFFU);
+    for (int i = lane_; i < here; i += 32) add_slot(values_here[i], rows[i], depths[i], middle, factor);
+    for (int i = here + lane_; i < count; i += 32) add_slot(all_values[i], all_rows[i], all_depths[i], middle, factor);
+    __syncwarp();
+    const int* fixed = extra(owner_.t) + owner_.g;
+    const float unit = bound / kFixedRange;
 #pragma unroll
-      for (int k = 0; k < C::vectors; ++k) {
-        atomicAdd(to + k * C::extra_stride, __float2int_rn(scores(k)[slot >> 24] * rest));
+    for (int j = 0; j < C::value_tiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        o[j][e] = fmaf(static_cast<float>(fixed[kTile * j + 8 * e]), unit, o[j][e]);
       }
     }
-    __syncwarp();
-    int* fixed = extra(owner_.t);
-#pragma unroll 4
-    for (int c = owner_.g; c < C::value.dim; c += 8) {
-      sums(owner_.t)[c] = fmaf(static_cast<float>(fixed[c]), 1.0F / factor, sums(owner_.t)[c]);
-      fixed[c] = 0;
-    }
-    __syncwarp();
   }
 
   // The Hadamard transform of each block of channels, whose number is 16j + 8e + g. Pages hold the transform divided by
@@ -316,8 +292,8 @@ class BlockWarp : public BlockScores<C> {
     }
   }
 
-  int first_, last_;  // visible positions of vector g / 2
-  std::uint32_t held_[kHeld] = {};
+  int first_, last_;       // visible positions of vector g / 2
+  float largest_end_ = 0;  // magnitude of the ends of the page's value grids, of this lane's places
 };
 
 // This part's share [begin, end) of `count` things.
@@ -330,7 +306,7 @@ struct Share {
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
-__global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 3 : 2)
+__global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 4 : 2)
     block_decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout,
                         int parts, const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
@@ -371,7 +347,6 @@ __global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 3 : 2)
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
     ptx::async_wait<0>();
     __syncwarp();
-    worker.hold_outliers(page);
     worker.score();
     worker.fetch_values(page);
     ptx::async_wait<0>();

@@ -59,7 +59,6 @@ BlockTile make_tile(const TileLayout& from, int first) {
                                    [&](const PlaneLayout& plane) { return plane.depth == from.depth; });
   if (uniform && from.budget == 0) tile.levels = levels;
   if (!from.table.empty()) {
-    if (levels == 3 || levels == 7) tile.joined = levels == 3 ? 2 : 3;  // planes of uniform widths: 4 bits, 2, then 1
     for (int bits = 1; bits <= 4; ++bits) {
       if (levels == (1 << bits) - 1) tile.table_bits = bits;
     }
@@ -83,6 +82,21 @@ void lift_narrow_codes(BlockTile& tile) {
   }
 }
 
+// Of planes of one width everywhere the 4 bits come first, then 2, then 1.
+BlockCodes codes_of(const BlockTile& tile) {
+  const auto plane = [&](int i, int bits, int shift) {
+    return i < tile.plane_count && tile.planes[i].bits == bits && tile.planes[i].shift == shift;
+  };
+  if (tile.table_bits == 2) return BlockCodes::table2;
+  if (tile.table_bits == 3) return BlockCodes::table3;
+  if (tile.table_bits == 4) return BlockCodes::table4;
+  if (tile.table_bits > 0 || tile.counts_offset >= 0) return BlockCodes::any;
+  if (tile.levels == 3 && plane(0, 2, 0)) return BlockCodes::plain2;
+  if (tile.levels == 15 && plane(0, 4, 0)) return BlockCodes::plain4;
+  const bool two = tile.plane_count == 2 && plane(0, 2, 0) && plane(1, 2, 2);
+  return two && tile.planes[0].depth == tile.depth && tile.lift == 2 ? BlockCodes::layered : BlockCodes::any;
+}
+
 }  // namespace
 
 BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
@@ -99,6 +113,7 @@ BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
   if (layout.key_rest.rows > 0) format.rest = make_tile(layout.key_rest, layout.key.rows);
   format.value = make_tile(layout.value, 0);
   lift_narrow_codes(format.value);
+  for (BlockTile* tile : {&format.key, &format.rest, &format.value}) tile->codes = codes_of(*tile);
   format.head_bytes = narrow(layout.head_bytes);
   format.page_bytes = narrow(layout.page_bytes);
   format.kv_heads = shape.kv_heads;

@@ -28,6 +28,17 @@ struct alignas(16) BlockPlane {
   KVANT_BOTH constexpr int largest() const { return ((1 << bits) - 1) << shift; }
 };
 
+// Which short loop reads a tile's codes (block_codes.cuh).
+enum class BlockCodes : std::int32_t {
+  any,  // planes that cover parts, other widths
+  table2,
+  table3,
+  table4,  // one width everywhere (3 bits: a plane of 2 and one of 1 above it), to be looked up
+  plain2,
+  plain4,  // one plane, codes are steps
+  layered  // 2 bits, below 2 more for the first depth indices
+};
+
 // OutlierLayout. Offsets count from where those of the grid do.
 struct BlockOutliers {
   std::int32_t per_vector = 0;  // slots of a key channel; 0: no list
@@ -62,8 +73,8 @@ struct BlockTile {
   std::int32_t lift = 0;
   std::int32_t lift_from = 0;
   std::int32_t table_bits = 0;  // of a code that `table` turns into a step of the grid; 0: codes are steps
-  std::int32_t joined = 0;      // 2 or 3: codes with a table are one 2-bit plane, or that and a 1-bit plane above it
-  std::int32_t wide = 0;        // 1: steps above 127 occur
+  BlockCodes codes = BlockCodes::any;
+  std::int32_t wide = 0;  // 1: steps above 127 occur
   std::uint32_t table[4] = {};
   BlockOutliers outliers;
 };

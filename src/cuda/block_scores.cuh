@@ -25,19 +25,23 @@ class BlockScores : public BlockSlot<C> {
 
   // Of the page whose keys are here, in units of log2, into shared memory.
   __device__ void score() {
+    add_key_outliers();
     score_tile(f_.key, 0);
     if (f_.rest.rows > 0) score_tile(f_.rest, 1);
-    __syncwarp();
-    add_key_outliers();
     __syncwarp();
   }
 
  protected:
   using Slot = BlockSlot<C>;
   using Slot::args_;
-  using Slot::extra;
+  using Slot::clear;
   using Slot::f_;
+  using Slot::fixed_product;
+  using Slot::fixed_scores;
+  using Slot::kFixedRange;
   using Slot::lane_;
+  using Slot::largest_bits;
+  using Slot::largest_of;
   using Slot::own_;
   using Slot::owner_;
   using Slot::place_planes;
@@ -46,11 +50,8 @@ class BlockScores : public BlockSlot<C> {
   using Slot::rate;
   using Slot::raw;
   using Slot::scores;
-  using Slot::units;
   using Slot::warp_max;
   using Slot::widen;
-
-  float key_unit_ = 0;  // of `extra` in scores of vector g / 2; 0: nothing there
 
  private:
   // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
@@ -123,16 +124,20 @@ class BlockScores : public BlockSlot<C> {
         std::int32_t c[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B400000;
-        with_joined(tile, chunk, [&](const auto joined) {
-          constexpr int kJoined = decltype(joined)::value;
-#pragma unroll(kJoined > 0 ? 4 : 1)
+        with_codes(tile, chunk, [&](const auto kind) {
+          constexpr BlockCodes kCodes = decltype(kind)::value;
+#pragma unroll(kCodes != BlockCodes::any ? 4 : 1)
           for (int step = first; step < min(first + most, C::steps); ++step) {
             StepCodes codes;
-            load_step<kJoined, 0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
+            load_step<kCodes, 0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
             const std::uint32_t b0 = x[8 * step];
             const std::uint32_t b1 = x[8 * step + 4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
+            for (int j = 0; j < 4; ++j) {
+              if (kCodes != BlockCodes::any || kTile * (4 * chunk + j) < tile.rows) {
+                ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
+              }
+            }
           }
         });
 #pragma unroll
@@ -150,55 +155,64 @@ class BlockScores : public BlockSlot<C> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int row = 64 * chunk + kTile * j + 8 * e + owner_.g;
-          if (row < tile.rows) to[row] = s[j][e];
+          if (row >= tile.rows) continue;
+          if (key_unit_ != 0) s[j][e] = fmaf(static_cast<float>(reinterpret_cast<int*>(to)[row]), key_unit_, s[j][e]);
+          to[row] = s[j][e];
         }
       }
     }
   }
 
-  // What an outlier has beyond the value that its code says, the end that it is beyond; 0 for slots that are not used,
-  // which hold the maximum.
-  __device__ __forceinline__ float key_rest(int slot, int channel) const {
-    const BlockTile& tile = f_.key;
-    const float x = widen(raw() + tile.outliers.value_offset + 2 * slot);
-    const float low = widen(raw() + tile.min_offset + 2 * channel);
-    const float high = widen(raw() + tile.max_offset + 2 * channel);
-    const bool above = x > high;
-    const int end = block_table_entry(tile, above ? (1 << tile.table_bits) - 1 : 0);
-    const float rest = x - fmaf(static_cast<float>(end), (high - low) * (1.0F / kTableStepsOnDevice), low);
-    return above || x < low ? rest : 0.0F;
-  }
+  // What an outlier has beyond the value that its code says, the end that it is beyond, goes to the scores first. Lists
+  // belong to keys in the order of channels. Slots that are not used hold the maximum.
   __device__ __forceinline__ void add_key_outliers() {
-    const BlockOutliers& list = f_.key.outliers;
+    const BlockTile& tile = f_.key;
+    const BlockOutliers& list = tile.outliers;
     key_unit_ = 0;
     if (list.slots == 0) return;
-    float largest = 0;
-#pragma unroll 4
-    for (int slot = lane_; slot < list.slots; slot += 32) {
-      largest = fmaxf(largest, fabsf(key_rest(slot, block_slot_channel(list, slot))));
-    }
-    largest = warp_max(largest);
-    if (largest == 0) return;
+    constexpr int pairs = C::key.dim / 2;
+    const std::uint32_t ends =
+        largest_bits(raw() + tile.min_offset, pairs, largest_bits(raw() + tile.max_offset, pairs, 0));
+    const float bound = largest_of(ends) + largest_of(largest_bits(raw() + list.value_offset, list.slots / 2, 0));
+    if (bound == 0) return;
+    clear(fixed_scores(0), C::vectors * C::s_stride);
     float factor[C::vectors];
 #pragma unroll
-    for (int k = 0; k < C::vectors; ++k) factor[k] = units(list.slots, largest * query_peak_[k]);
-#pragma unroll 4
-    for (int slot = lane_; slot < list.slots; slot += 32) {
-      const int channel = block_slot_channel(list, slot);
-      const float rest = key_rest(slot, channel);
-      if (rest == 0) continue;
+    for (int k = 0; k < C::vectors; ++k) factor[k] = kFixedRange / (bound * query_peak_[k]);
+    key_unit_ = bound * args_.scale * kLog2e / kFixedRange *
+                (owner_.t < 2 ? (owner_.t == 0 ? query_peak_[0] : query_peak_[1])
+                              : (owner_.t == 2 ? query_peak_[2] : query_peak_[3]));
+    const auto low_level = static_cast<float>(block_table_entry(tile, 0));
+    const auto high_level = static_cast<float>(block_table_entry(tile, (1 << tile.table_bits) - 1));
+    __syncwarp();
+#pragma unroll 2
+    for (int channel = lane_; channel < C::key.dim; channel += 32) {
+      const float low = widen(raw() + tile.min_offset + 2 * channel);
+      const float high = widen(raw() + tile.max_offset + 2 * channel);
+      const float step = (high - low) * (1.0F / kTableStepsOnDevice);
+      const float low_end = fmaf(low_level, step, low);
+      const float high_end = fmaf(high_level, step, low);
       const float4 q = queries_[channel];
-      int* to = extra(0) + raw()[list.row_offset + slot];
-      atomicAdd(to, __float2int_rn(q.x * rest * factor[0]));
-      atomicAdd(to + C::extra_stride, __float2int_rn(q.y * rest * factor[1]));
-      atomicAdd(to + 2 * C::extra_stride, __float2int_rn(q.z * rest * factor[2]));
-      atomicAdd(to + 3 * C::extra_stride, __float2int_rn(q.w * rest * factor[3]));
+      const float scaled[4] = {q.x * factor[0], q.y * factor[1], q.z * factor[2], q.w * factor[3]};
+#pragma unroll 1
+      for (int slot = channel * list.per_vector; slot < (channel + 1) * list.per_vector; slot += 2) {
+        const std::uint32_t two = *reinterpret_cast<const std::uint32_t*>(raw() + list.value_offset + 2 * slot);
+        const std::uint32_t rows = *reinterpret_cast<const std::uint16_t*>(raw() + list.row_offset + slot);
+        const float2 x = ptx::widen2<C::bfloat>(two);
+        add_outlier(x.x, static_cast<int>(rows & 0xFFU), low, high, low_end, high_end, scaled);
+        add_outlier(x.y, static_cast<int>(rows >> 8), low, high, low_end, high_end, scaled);
+      }
     }
-    const float own =
-        owner_.vector < 2 ? (owner_.vector == 0 ? factor[0] : factor[1]) : (owner_.vector == 2 ? factor[2] : factor[3]);
-    key_unit_ = args_.scale * kLog2e / own;
+  }
+  __device__ __forceinline__ void add_outlier(float x, int row, float low, float high, float low_end, float high_end,
+                                              const float (&scaled)[4]) {
+    if (x >= low && x <= high) return;
+    const float rest = x - (x > high ? high_end : low_end);
+#pragma unroll
+    for (int k = 0; k < C::vectors; ++k) atomicAdd(fixed_scores(k) + row, fixed_product(scaled[k], rest));
   }
 
+  float key_unit_ = 0;            // of fixed_scores() in scores of vector t; 0: nothing there
   float query_peak_[C::vectors];  // largest magnitude of each query
 };
 

@@ -35,18 +35,21 @@ struct BlockDecodeConfig {
   static constexpr int grid_bytes = kPage * 8;             // of values; takes the place of x
   static constexpr int x_bytes = 2 * vectors * x_stride * 4;
   static constexpr int planes_offset = x_offset + (x_bytes > grid_bytes ? x_bytes : grid_bytes);
-  static constexpr int sums_offset = planes_offset + 3 * kBlockPlanes * 16;
-  static constexpr int sums_stride = ValueDim + 8;
-  static constexpr int weights_offset = sums_offset + vectors * sums_stride * 4;
-  static constexpr int list_slots = 256;  // of outliers; takes the place of the weights
-  static constexpr int extra_stride = (ValueDim > kPage ? ValueDim : kPage) + 8;
-  static constexpr int extra_offset = weights_offset + list_slots * 4;
-  static constexpr int raw_offset = extra_offset + vectors * extra_stride * 4;
-  static constexpr int fixed_bytes = raw_offset;
+  static constexpr int weights_offset = planes_offset + 3 * kBlockPlanes * 16;
+  // The head's part of the values' list of outliers, as it lies in the page from the last 16 bytes' boundary on.
+  static constexpr int list_slots = 256;
+  static constexpr int list_values = weights_offset + kPage / kFour * 8 * 4;
+  static constexpr int list_rows = list_values + 2 * list_slots + 32;
+  static constexpr int list_depths = list_rows + list_slots + 32;
+  static constexpr int raw_offset = list_depths + list_slots + 32;
+  static constexpr int extra_stride = ValueDim + 8;  // what outliers add to outputs; takes the place of the raw values
 
-  static constexpr int warp_bytes(int page_bytes) { return fixed_bytes + page_bytes; }
-  static constexpr int shared_bytes(int page_bytes) {
-    const int all = warp_offset + warps * warp_bytes(page_bytes);
+  static constexpr int warp_bytes(int half_bytes) {
+    const int extra = vectors * extra_stride * 4;
+    return raw_offset + (half_bytes > extra ? half_bytes : extra);
+  }
+  static constexpr int shared_bytes(int half_bytes) {
+    const int all = warp_offset + warps * warp_bytes(half_bytes);
     return all > merge_end ? all : merge_end;
   }
 };
@@ -62,8 +65,6 @@ class BlockSlot {
         queries_(reinterpret_cast<const float4*>(shared)),
         own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
         lane_(static_cast<int>(threadIdx.x) % 32) {
-    for (int i = lane_; i < C::vectors * C::sums_stride; i += 32) sums(0)[i] = 0;
-    for (int i = lane_; i < C::vectors * C::extra_stride; i += 32) extra(0)[i] = 0;
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ != i) continue;
@@ -86,6 +87,12 @@ class BlockSlot {
     __syncwarp();
     copy(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
     if (f_.value.shared_grid != 0) copy(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
+    const BlockOutliers& list = f_.value.outliers;
+    if (list.slots > 0) {
+      copy_list(own_ + C::list_values, page, list.value_offset, 2);
+      copy_list(own_ + C::list_rows, page, list.row_offset, 1);
+      copy_list(own_ + C::list_depths, page, list.depth_offset, 1);
+    }
     ptx::async_commit();
   }
 
@@ -100,23 +107,38 @@ class BlockSlot {
   __device__ float* scores(int vector) const {
     return reinterpret_cast<float*>(own_) + vector * C::s_stride;
   }
-  // Outputs so far, relative to the running maximum of the vector. Not in registers: then a loop over channels is one.
-  __device__ float* sums(int vector) const {
-    return reinterpret_cast<float*>(own_ + C::sums_offset) + vector * C::sums_stride;
+  // Scores of the page; before them, what outliers add to them, in fixed point.
+  __device__ int* fixed_scores(int vector) const {
+    return reinterpret_cast<int*>(own_) + vector * C::s_stride;
   }
-  __device__ std::uint32_t* list() const {
-    return reinterpret_cast<std::uint32_t*>(own_ + C::weights_offset);
-  }
-  // What outliers add, in fixed point: shared memory adds integers at once, floats only by trial. Zeros between uses.
+  // What outliers add to outputs, in fixed point.
   __device__ int* extra(int vector) const {
-    return reinterpret_cast<int*>(own_ + C::extra_offset) + vector * C::extra_stride;
+    return reinterpret_cast<int*>(own_ + C::raw_offset) + vector * C::extra_stride;
   }
+  // x >= 0.
   static __device__ __forceinline__ float warp_max(float x) {
-    return ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(x)))));
+    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(x)));
   }
-  // Fixed-point units per 1, so that `count` numbers up to `largest` cannot overflow.
-  static __device__ __forceinline__ float units(int count, float largest) {
-    return fminf(1073741824.0F / (static_cast<float>(count) * largest), 1e30F);
+  // The largest magnitude among pairs of elements of the cache's type, `count` of them at `pairs`, and `most` so far,
+  // as bits without their signs: those order as the magnitudes do.
+  __device__ __forceinline__ std::uint32_t largest_bits(const std::uint8_t* pairs, int count,
+                                                        std::uint32_t most) const {
+    for (int i = lane_; i < count; i += 32) {
+      most = __vmaxu2(most, reinterpret_cast<const std::uint32_t*>(pairs)[i] & 0x7FFF7FFFU);
+    }
+    return most;
+  }
+  static __device__ __forceinline__ float largest_of(std::uint32_t bits) {
+    return ptx::widen2<C::bfloat>(__reduce_max_sync(0xFFFFFFFFU, max(bits & 0xFFFFU, bits >> 16))).x;
+  }
+  // x * y in fixed point, for |x * y| up to kFixedRange: shared memory adds integers at once, floats only by trial. Of
+  // 256 such numbers the sum is one as well.
+  static constexpr float kFixedRange = 4e6F;
+  static __device__ __forceinline__ int fixed_product(float x, float y) {
+    return __float_as_int(fmaf(x, y, kKeyMagic)) - __float_as_int(kKeyMagic);
+  }
+  __device__ void clear(int* from, int count) const {
+    for (int i = 4 * lane_; i < count; i += 128) *reinterpret_cast<int4*>(from + i) = {0, 0, 0, 0};
   }
   __device__ float2* grid() const {
     return reinterpret_cast<float2*>(own_ + C::x_offset);
@@ -133,6 +155,17 @@ class BlockSlot {
   __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
     const std::uint32_t address = ptx::shared_address(to);
     for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+  }
+
+  // This head's first list_slots slots of a list of `bytes` each, from the last boundary of 16 bytes on.
+  __device__ void copy_list(std::uint8_t* to, const std::uint8_t* page, int offset, int bytes) const {
+    const int begin = (offset + bytes * range_.begin) & ~15;
+    const int end = offset + bytes * min(range_.end, range_.begin + C::list_slots);
+    copy(to, page + begin, end - begin);
+  }
+  // Slot 0 of such a copy.
+  __device__ const std::uint8_t* list(int copied, int offset, int bytes) const {
+    return own_ + copied + ((offset + bytes * range_.begin) & 15);
   }
 
   // The planes of this page, where pages have their own.

@@ -187,9 +187,9 @@ class BlockPage {
     for (int chunk = begin / kStageTokens; chunk <= (end - 1) / kStageTokens; ++chunk) {
       for (int pair = static_cast<int>(threadIdx.x) / 32; pair < tile.depth / kStep; pair += C::warps) {
         StepCodes codes;
-        with_joined(tile, chunk, [&](const auto joined) {
-          load_step<decltype(joined)::value, 0>(tile, planes_ + number * kBlockPlanes, raw_, chunk, g,
-                                                8 * pair + lane % 4, codes);
+        with_codes(tile, chunk, [&](const auto kind) {
+          load_step<decltype(kind)::value, 0>(tile, planes_ + number * kBlockPlanes, raw_, chunk, g,
+                                              8 * pair + lane % 4, codes);
         });
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -248,9 +248,9 @@ class BlockPage {
       const int chunk = job / 2;
       const int four = (half * 2 + job % 2) * 8 + lane % 4;
       StepCodes codes;
-      with_joined(f_.value, chunk, [&](const auto joined) {
-        load_step<decltype(joined)::value, C::value_tiles>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, lane / 4,
-                                                           four, codes);
+      with_codes(f_.value, chunk, [&](const auto kind) {
+        load_step<decltype(kind)::value, C::value_tiles>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, lane / 4,
+                                                         four, codes);
       });
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

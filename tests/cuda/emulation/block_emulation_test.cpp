@@ -109,8 +109,12 @@ struct Problem {
   }
 };
 
-constexpr const char* kRecipes[] = {"kvquant:k=3,v=3", "kvquant:k=2,v=4,outliers=0.06,voutliers=0.05", "zipcache",
-                                    "k=waterfill:2.28,high=6,v=kivi:2", "waterfill:k=3.5,low=1,high=6,v=8"};
+constexpr const char* kRecipes[] = {"kvquant:k=3,v=3",
+                                    "kvquant:k=2,v=4,outliers=0.06,voutliers=0.05",
+                                    "kvquant:k=4,v=2",
+                                    "zipcache",
+                                    "k=waterfill:2.28,high=6,v=kivi:2",
+                                    "waterfill:k=3.5,low=1,high=6,v=8"};
 
 template <int KeyDim, int ValueDim, bool Bfloat>
 void expect_few() {

@@ -127,6 +127,11 @@ inline bool __any_sync(unsigned /*mask*/, bool x) {
     return std::any_of(values, values + emulation::kLanes, [](std::uint64_t v) { return v != 0; });
   });
 }
+inline unsigned __reduce_max_sync(unsigned /*mask*/, unsigned x) {
+  return emulation::exchange(x, [](const std::uint64_t* values) {
+    return static_cast<unsigned>(*std::max_element(values, values + emulation::kLanes));
+  });
+}
 inline unsigned __reduce_or_sync(unsigned /*mask*/, unsigned x) {
   return emulation::exchange(x, [](const std::uint64_t* values) {
     std::uint64_t all = 0;
@@ -150,6 +155,10 @@ inline std::uint32_t __byte_perm(std::uint32_t x, std::uint32_t y, std::uint32_t
 inline std::uint32_t __funnelshift_r(std::uint32_t low, std::uint32_t high, unsigned shift) {
   return static_cast<std::uint32_t>((static_cast<std::uint64_t>(high) << 32 | low) >> (shift & 31U));
 }
+// The larger one of each half.
+inline std::uint32_t __vmaxu2(std::uint32_t x, std::uint32_t y) {
+  return std::max(x & 0xFFFFU, y & 0xFFFFU) | std::max(x >> 16, y >> 16) << 16;
+}
 template <class To, class From>
 To copy_bits(From x) {
   To to;
@@ -162,6 +171,9 @@ inline std::uint32_t __float_as_uint(float x) {
 }
 inline float __uint_as_float(std::uint32_t x) {
   return copy_bits<float>(x);
+}
+inline int __float_as_int(float x) {
+  return copy_bits<int>(x);
 }
 inline float __int_as_float(std::int32_t x) {
   return copy_bits<float>(x);
