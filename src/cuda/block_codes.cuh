@@ -109,6 +109,26 @@ __device__ __forceinline__ void load_few_bits(const BlockTile& tile, const std::
   }
 }
 
+// The last row tiles, fewer than four, of one plane without a table.
+template <int Bits>
+__device__ __forceinline__ void load_last_tiles(const BlockTile& tile, const std::uint8_t* head, int chunk, int g,
+                                                int four, StepCodes& codes) {
+  const int row_tiles = (tile.rows + kTile - 1) / kTile;
+  const std::uint8_t* words = head + tile.planes[0].offset + g * kFour;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+    if (4 * chunk + j >= row_tiles) break;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const BlockWord at = block_word(Bits, row_tiles, tile.planes[0].fours, 4 * chunk + j, 0, four + 4 * h);
+      std::uint32_t w[2];
+      load_words(words + at.byte, w[0], w[1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) codes[j][2 * h + e] = w[e] >> at.shift & 0x01010101U * ((1U << Bits) - 1);
+    }
+  }
+}
+
 // A mask of the bytes of `four` whose depth indices are below `end`.
 __device__ __forceinline__ std::uint32_t bytes_below(int end, int four) {
   const int count = min(max(end - kFour * four, 0), kFour);
@@ -232,6 +252,8 @@ __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlan
     load_plane_step<RowTiles>(tile, planes, head, chunk, g, four, codes);
   } else if constexpr (Codes == BlockCodes::layered) {
     load_layered_bits(tile, head, chunk, g, four, codes);
+  } else if constexpr (Codes == BlockCodes::last2 || Codes == BlockCodes::last4) {
+    load_last_tiles<Codes == BlockCodes::last2 ? 2 : 4>(tile, head, chunk, g, four, codes);
   } else if constexpr (Codes == BlockCodes::plain4 || Codes == BlockCodes::table4) {
     load_four_bits<Codes == BlockCodes::table4>(tile, head, chunk, g, four, codes);
   } else {
@@ -239,12 +261,21 @@ __device__ __forceinline__ void load_step(const BlockTile& tile, const BlockPlan
   }
 }
 
-// Calls body with the tile's BlockCodes as a constant (any: where the chunk has less than four row tiles). Outside of
-// loops over steps, which with short bodies can be unrolled: more code than the instruction caches hold costs more than
-// it saves.
+constexpr bool has_four_tiles(BlockCodes codes) {
+  return codes != BlockCodes::any && codes != BlockCodes::last2 && codes != BlockCodes::last4;
+}
+// Steps in a row. More code than the instruction caches hold costs more than it saves: short bodies only.
+constexpr int unrolled_steps(BlockCodes codes) {
+  return codes == BlockCodes::plain2 || codes == BlockCodes::plain4 || codes == BlockCodes::layered ? 4 : 1;
+}
+
+// Calls body with how the chunk's codes are read, as a constant. Outside of loops over steps, which with short bodies
+// can be unrolled: more code than the instruction caches hold costs more than it saves.
 template <class Body>
 __device__ __forceinline__ void with_codes(const BlockTile& tile, int chunk, const Body& body) {
   const bool whole = 4 * chunk + 4 <= (tile.rows + kTile - 1) / kTile;
+  if (!whole && tile.codes == BlockCodes::plain2) return body(std::integral_constant<BlockCodes, BlockCodes::last2>());
+  if (!whole && tile.codes == BlockCodes::plain4) return body(std::integral_constant<BlockCodes, BlockCodes::last4>());
   switch (whole ? tile.codes : BlockCodes::any) {
     case BlockCodes::table2:
       return body(std::integral_constant<BlockCodes, BlockCodes::table2>());

@@ -35,7 +35,7 @@ class BlockWarp : public BlockScores<C> {
       for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B000000;
       with_codes(tile, chunk, [&](const auto kind) {
         constexpr BlockCodes kCodes = decltype(kind)::value;
-#pragma unroll(kCodes != BlockCodes::any ? 4 : 1)
+#pragma unroll(unrolled_steps(kCodes))
         for (int step = 0; step < kPage / kStep; ++step) {
           StepCodes codes;
           load_step<kCodes, C::value_tiles>(tile, planes(2), values(), chunk, owner_.g, 8 * step + owner_.t, codes);
@@ -78,8 +78,7 @@ class BlockWarp : public BlockScores<C> {
   using Slot::grid;
   using Slot::kFixedRange;
   using Slot::lane_;
-  using Slot::largest_bits;
-  using Slot::largest_of;
+  using Slot::largest_magnitude;
   using Slot::list;
   using Slot::own_;
   using Slot::owner_;
@@ -240,14 +239,16 @@ class BlockWarp : public BlockScores<C> {
     const auto* all_values = reinterpret_cast<const std::uint16_t*>(page + at.value_offset) + range_.begin;
     const std::uint8_t* all_rows = page + at.row_offset + range_.begin;
     const std::uint8_t* all_depths = page + at.depth_offset + range_.begin;
-    // The copy's first and last pairs may be another head's: a bound is all this is for.
-    const int offset = ((at.value_offset + 2 * range_.begin) & 15) / 2;
-    std::uint32_t most = largest_bits(own_ + C::list_values, (offset + here + 1) / 2, 0);
-    for (int i = here + lane_; i < count; i += 32) most = max(most, all_values[i] & 0x7FFFU);
-    const float bound = largest_of(most) + warp_max(largest_end_);
+    // What the copy has of other heads before and behind is within a bound as well.
+    const int copied = ((at.value_offset + 2 * range_.begin) & 15) + 2 * here;
+    float largest = largest_magnitude(own_ + C::list_values, (copied + 15) & ~15);
+    for (int i = here + lane_; i < count; i += 32) {
+      largest = fmaxf(largest, fabsf(ptx::widen2<C::bfloat>(all_values[i]).x));
+    }
+    const float bound = warp_max(largest) + warp_max(largest_end_);
     if (bound == 0) return;
-    const float factor = kFixedRange / bound;  // weights are at most 1
-    __syncwarp();                              // the codes that `extra` takes the place of are read
+    const float factor = kFixedRange * ptx::reciprocal(bound);  // weights are at most 1
+    __syncwarp();                                               // the codes that `extra` takes the place of are read
     clear(extra(0), C::vectors * C::extra_stride);
     const auto middle = static_cast<float>(block_table_entry(tile, 1 << (tile.table_bits - 1)));
     __syncwarp();
@@ -256,7 +257,7 @@ class BlockWarp : public BlockScores<C> {
     for (int i = here + lane_; i < count; i += 32) add_slot(all_values[i], all_rows[i], all_depths[i], middle, factor);
     __syncwarp();
     const int* fixed = extra(owner_.t) + owner_.g;
-    const float unit = bound / kFixedRange;
+    const float unit = bound * (1.0F / kFixedRange);
 #pragma unroll
     for (int j = 0; j < C::value_tiles; ++j) {
 #pragma unroll
@@ -306,7 +307,9 @@ struct Share {
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
-__global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 4 : 2)
+__global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
+                                              : C::key.dim > 128 ? 3
+                                                                 : 4)
     block_decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout,
                         int parts, const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
@@ -345,12 +348,10 @@ __global__ void __launch_bounds__(C::threads, C::value.dim <= 128 ? 4 : 2)
   const std::uint8_t* page = page_of(pages.begin + warp);
   worker.fetch_keys(page);
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
-    ptx::async_wait<0>();
-    __syncwarp();
+    worker.wait();
     worker.score();
     worker.fetch_values(page);
-    ptx::async_wait<0>();
-    __syncwarp();
+    worker.wait();
     worker.mix(page, (first_page + i) * kPage, state);
     page = page_of(i + C::warps);
     worker.fetch_keys(page);

@@ -30,13 +30,15 @@ struct alignas(16) BlockPlane {
 
 // Which short loop reads a tile's codes (block_codes.cuh).
 enum class BlockCodes : std::int32_t {
-  any,  // planes that cover parts, other widths
-  table2,
-  table3,
-  table4,  // one width everywhere (3 bits: a plane of 2 and one of 1 above it), to be looked up
-  plain2,
-  plain4,  // one plane, codes are steps
-  layered  // 2 bits, below 2 more for the first depth indices
+  any,      // planes that cover parts, other widths
+  table2,   // one width everywhere, to be looked up
+  table3,   // the same: a plane of 2 bits and one of 1 above it
+  table4,   // the same
+  plain2,   // one plane, codes are steps
+  plain4,   // the same
+  last2,    // the last row tiles of plain2, fewer than four
+  last4,    // the same of plain4
+  layered,  // 2 bits, below 2 more for the first depth indices
 };
 
 // OutlierLayout. Offsets count from where those of the grid do.

@@ -19,8 +19,21 @@ class BlockScores : public BlockSlot<C> {
       largest[2] = fmaxf(largest[2], fabsf(q.z));
       largest[3] = fmaxf(largest[3], fabsf(q.w));
     }
+    const int scaled = static_cast<int>(threadIdx.x) % C::vectors;
+    float own = 0;
+    float factor = 0;
 #pragma unroll
-    for (int k = 0; k < C::vectors; ++k) query_peak_[k] = warp_max(largest[k]);
+    for (int k = 0; k < C::vectors; ++k) {
+      const float peak = warp_max(largest[k]);
+      if (owner_.t == k) own = peak;
+      if (scaled == k) factor = 1.0F / peak;
+    }
+    scale_ = own * args_.scale * kLog2e;
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::key.dim; i += C::threads) {
+      reinterpret_cast<float*>(shared)[i] *= factor;
+    }
+    __syncthreads();
   }
 
   // Of the page whose keys are here, in units of log2, into shared memory.
@@ -40,8 +53,7 @@ class BlockScores : public BlockSlot<C> {
   using Slot::fixed_scores;
   using Slot::kFixedRange;
   using Slot::lane_;
-  using Slot::largest_bits;
-  using Slot::largest_of;
+  using Slot::largest_magnitude;
   using Slot::own_;
   using Slot::owner_;
   using Slot::place_planes;
@@ -105,8 +117,7 @@ class BlockScores : public BlockSlot<C> {
       }
     }
     __syncwarp();
-    const float scale = args_.scale * kLog2e;
-    return {top * (scale / 32512.0F), zero * scale};
+    return {top * (scale_ / 32512.0F), zero * scale_};
   }
 
   __device__ __forceinline__ void score_tile(const BlockTile& tile, int number) {
@@ -126,7 +137,7 @@ class BlockScores : public BlockSlot<C> {
         for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B400000;
         with_codes(tile, chunk, [&](const auto kind) {
           constexpr BlockCodes kCodes = decltype(kind)::value;
-#pragma unroll(kCodes != BlockCodes::any ? 4 : 1)
+#pragma unroll(unrolled_steps(kCodes))
           for (int step = first; step < min(first + most, C::steps); ++step) {
             StepCodes codes;
             load_step<kCodes, 0>(tile, planes(number), raw(), chunk, owner_.g, 8 * step + owner_.t, codes);
@@ -134,7 +145,7 @@ class BlockScores : public BlockSlot<C> {
             const std::uint32_t b1 = x[8 * step + 4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              if (kCodes != BlockCodes::any || kTile * (4 * chunk + j) < tile.rows) {
+              if (has_four_tiles(kCodes) || kTile * (4 * chunk + j) < tile.rows) {
                 ptx::mma_bytes<true>(c[j], codes[j], b0, b1);
               }
             }
@@ -170,18 +181,12 @@ class BlockScores : public BlockSlot<C> {
     const BlockOutliers& list = tile.outliers;
     key_unit_ = 0;
     if (list.slots == 0) return;
-    constexpr int pairs = C::key.dim / 2;
-    const std::uint32_t ends =
-        largest_bits(raw() + tile.min_offset, pairs, largest_bits(raw() + tile.max_offset, pairs, 0));
-    const float bound = largest_of(ends) + largest_of(largest_bits(raw() + list.value_offset, list.slots / 2, 0));
+    // Ends and outliers lie side by side. An outlier's rest is at most twice the largest, its product with a query too.
+    const float bound = 2 * largest_magnitude(raw() + tile.min_offset, 4 * C::key.dim + 2 * list.slots);
     if (bound == 0) return;
     clear(fixed_scores(0), C::vectors * C::s_stride);
-    float factor[C::vectors];
-#pragma unroll
-    for (int k = 0; k < C::vectors; ++k) factor[k] = kFixedRange / (bound * query_peak_[k]);
-    key_unit_ = bound * args_.scale * kLog2e / kFixedRange *
-                (owner_.t < 2 ? (owner_.t == 0 ? query_peak_[0] : query_peak_[1])
-                              : (owner_.t == 2 ? query_peak_[2] : query_peak_[3]));
+    const float factor = kFixedRange * ptx::reciprocal(bound);
+    key_unit_ = bound * scale_ * (1.0F / kFixedRange);
     const auto low_level = static_cast<float>(block_table_entry(tile, 0));
     const auto high_level = static_cast<float>(block_table_entry(tile, (1 << tile.table_bits) - 1));
     __syncwarp();
@@ -193,27 +198,26 @@ class BlockScores : public BlockSlot<C> {
       const float low_end = fmaf(low_level, step, low);
       const float high_end = fmaf(high_level, step, low);
       const float4 q = queries_[channel];
-      const float scaled[4] = {q.x * factor[0], q.y * factor[1], q.z * factor[2], q.w * factor[3]};
+      const float parts[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll 1
       for (int slot = channel * list.per_vector; slot < (channel + 1) * list.per_vector; slot += 2) {
         const std::uint32_t two = *reinterpret_cast<const std::uint32_t*>(raw() + list.value_offset + 2 * slot);
         const std::uint32_t rows = *reinterpret_cast<const std::uint16_t*>(raw() + list.row_offset + slot);
         const float2 x = ptx::widen2<C::bfloat>(two);
-        add_outlier(x.x, static_cast<int>(rows & 0xFFU), low, high, low_end, high_end, scaled);
-        add_outlier(x.y, static_cast<int>(rows >> 8), low, high, low_end, high_end, scaled);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float value = i == 0 ? x.x : x.y;
+          if (value >= low && value <= high) continue;
+          const float rest = (value - (value > high ? high_end : low_end)) * factor;
+          int* to = fixed_scores(0) + (i == 0 ? rows & 0xFFU : rows >> 8);
+#pragma unroll
+          for (int k = 0; k < C::vectors; ++k) atomicAdd(to + k * C::s_stride, fixed_product(parts[k], rest));
+        }
       }
     }
   }
-  __device__ __forceinline__ void add_outlier(float x, int row, float low, float high, float low_end, float high_end,
-                                              const float (&scaled)[4]) {
-    if (x >= low && x <= high) return;
-    const float rest = x - (x > high ? high_end : low_end);
-#pragma unroll
-    for (int k = 0; k < C::vectors; ++k) atomicAdd(fixed_scores(k) + row, fixed_product(scaled[k], rest));
-  }
-
-  float key_unit_ = 0;            // of fixed_scores() in scores of vector t; 0: nothing there
-  float query_peak_[C::vectors];  // largest magnitude of each query
+  float scale_;         // of scores of vector t: queries in shared memory are scaled to a peak of 1
+  float key_unit_ = 0;  // of fixed_scores() in scores of vector t; 0: nothing there
 };
 
 }  // namespace kvant::cuda

@@ -41,7 +41,8 @@ struct BlockDecodeConfig {
   static constexpr int list_values = weights_offset + kPage / kFour * 8 * 4;
   static constexpr int list_rows = list_values + 2 * list_slots + 32;
   static constexpr int list_depths = list_rows + list_slots + 32;
-  static constexpr int raw_offset = list_depths + list_slots + 32;
+  static constexpr int barrier_offset = list_depths + list_slots + 32;
+  static constexpr int raw_offset = barrier_offset + 16;
   static constexpr int extra_stride = ValueDim + 8;  // what outliers add to outputs; takes the place of the raw values
 
   static constexpr int warp_bytes(int half_bytes) {
@@ -54,6 +55,57 @@ struct BlockDecodeConfig {
   }
 };
 
+// A warp's copies from memory, multiples of 16 bytes: bulk copies of one lane where the GPU has them.
+class WarpCopies {
+ public:
+  __device__ explicit WarpCopies(std::uint8_t* barrier)
+      : lane_(static_cast<int>(threadIdx.x) % 32), barrier_(ptx::shared_address(barrier)) {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0) ptx::barrier_init(barrier_);
+    ptx::barrier_init_fence();
+#endif
+    __syncwarp();
+  }
+  // After lanes wrote where copies go next, before a __syncwarp().
+  __device__ void settle_writes() const {
+#if __CUDA_ARCH__ >= 900
+    ptx::proxy_fence();
+#endif
+  }
+  __device__ void add(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
+    const std::uint32_t address = ptx::shared_address(to);
+#if __CUDA_ARCH__ >= 900
+    if (lane_ != 0) return;
+    ptx::barrier_expect_more(barrier_, static_cast<std::uint32_t>(bytes));
+    ptx::bulk_copy(address, from, static_cast<std::uint32_t>(bytes), barrier_);
+#else
+    for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+#endif
+  }
+  // Those added so far are what wait() waits for, once.
+  __device__ void commit() const {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0) ptx::barrier_arrive(barrier_);
+#else
+    ptx::async_commit();
+#endif
+  }
+  __device__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    ptx::barrier_wait(barrier_, parity_);
+    parity_ ^= 1U;
+#else
+    ptx::async_wait<0>();
+#endif
+    __syncwarp();
+  }
+
+ private:
+  int lane_;
+  std::uint32_t barrier_;
+  std::uint32_t parity_ = 0;
+};
+
 // A warp's part: one page's keys or values, and what it makes of them.
 template <class C>
 class BlockSlot {
@@ -64,7 +116,8 @@ class BlockSlot {
         segment_(segment),
         queries_(reinterpret_cast<const float4*>(shared)),
         own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
-        lane_(static_cast<int>(threadIdx.x) % 32) {
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        copies_(own_ + C::barrier_offset) {
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ != i) continue;
@@ -77,23 +130,27 @@ class BlockSlot {
 
   // Keys and values of a page take turns in one slot: warps that wait cost less than the slots that more warps need.
   __device__ void fetch_keys(const std::uint8_t* page) {
+    if (f_.value.outliers.slots > 0) copies_.settle_writes();
     __syncwarp();
     if (page == nullptr) return;
-    copy(raw(), page + head_offset(), f_.value.plane_offset);
+    copies_.add(raw(), page + head_offset(), f_.value.plane_offset);
+    copies_.commit();
     if (f_.value.outliers.slots > 0) range_ = block_outlier_range(f_, page, segment_.kv_head);
-    ptx::async_commit();
   }
   __device__ void fetch_values(const std::uint8_t* page) {
     __syncwarp();
-    copy(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
-    if (f_.value.shared_grid != 0) copy(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
+    copies_.add(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
+    if (f_.value.shared_grid != 0) copies_.add(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
     const BlockOutliers& list = f_.value.outliers;
     if (list.slots > 0) {
       copy_list(own_ + C::list_values, page, list.value_offset, 2);
       copy_list(own_ + C::list_rows, page, list.row_offset, 1);
       copy_list(own_ + C::list_depths, page, list.depth_offset, 1);
     }
-    ptx::async_commit();
+    copies_.commit();
+  }
+  __device__ void wait() {
+    copies_.wait();
   }
 
  protected:
@@ -119,17 +176,16 @@ class BlockSlot {
   static __device__ __forceinline__ float warp_max(float x) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(x)));
   }
-  // The largest magnitude among pairs of elements of the cache's type, `count` of them at `pairs`, and `most` so far,
-  // as bits without their signs: those order as the magnitudes do.
-  __device__ __forceinline__ std::uint32_t largest_bits(const std::uint8_t* pairs, int count,
-                                                        std::uint32_t most) const {
-    for (int i = lane_; i < count; i += 32) {
-      most = __vmaxu2(most, reinterpret_cast<const std::uint32_t*>(pairs)[i] & 0x7FFF7FFFU);
+  // The largest magnitude of `bytes` (a multiple of 16) of elements of the cache's type: as bits without their signs,
+  // which order as the magnitudes do.
+  __device__ __forceinline__ float largest_magnitude(const std::uint8_t* from, int bytes) const {
+    std::uint32_t most = 0;
+    for (int i = 16 * lane_; i < bytes; i += 512) {
+      const auto x = *reinterpret_cast<const uint4*>(from + i);
+      most = __vmaxu2(__vmaxu2(most, x.x & 0x7FFF7FFFU), x.y & 0x7FFF7FFFU);
+      most = __vmaxu2(__vmaxu2(most, x.z & 0x7FFF7FFFU), x.w & 0x7FFF7FFFU);
     }
-    return most;
-  }
-  static __device__ __forceinline__ float largest_of(std::uint32_t bits) {
-    return ptx::widen2<C::bfloat>(__reduce_max_sync(0xFFFFFFFFU, max(bits & 0xFFFFU, bits >> 16))).x;
+    return ptx::widen2<C::bfloat>(__reduce_max_sync(0xFFFFFFFFU, max(most & 0xFFFFU, most >> 16))).x;
   }
   // x * y in fixed point, for |x * y| up to kFixedRange: shared memory adds integers at once, floats only by trial. Of
   // 256 such numbers the sum is one as well.
@@ -152,16 +208,11 @@ class BlockSlot {
   static __device__ __forceinline__ float widen(const std::uint8_t* from) {
     return ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint16_t*>(from)).x;
   }
-  __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
-    const std::uint32_t address = ptx::shared_address(to);
-    for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
-  }
-
   // This head's first list_slots slots of a list of `bytes` each, from the last boundary of 16 bytes on.
   __device__ void copy_list(std::uint8_t* to, const std::uint8_t* page, int offset, int bytes) const {
     const int begin = (offset + bytes * range_.begin) & ~15;
-    const int end = offset + bytes * min(range_.end, range_.begin + C::list_slots);
-    copy(to, page + begin, end - begin);
+    const int end = (offset + bytes * min(range_.end, range_.begin + C::list_slots) + 15) & ~15;
+    copies_.add(to, page + begin, end - begin);
   }
   // Slot 0 of such a copy.
   __device__ const std::uint8_t* list(int copied, int offset, int bytes) const {
@@ -182,6 +233,7 @@ class BlockSlot {
   // 1 / steps of the grid as codes are read.
   __device__ __forceinline__ float rate(const BlockTile& tile, int number, int i) const {
     if (tile.levels > 0) return tile.rate;
+    if (tile.codes == BlockCodes::layered) return i < tile.lift_from ? 1.0F / 15 : 1.0F / 12;
     int levels = 0;
 #pragma unroll 1
     for (int p = 0; p < kBlockPlanes; ++p) {
@@ -198,6 +250,7 @@ class BlockSlot {
   std::uint8_t* own_;
   int lane_;
   Lane owner_;
+  WarpCopies copies_;
   BlockRange range_;  // this head's slots of the values' list
 };
 

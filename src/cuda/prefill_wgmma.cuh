@@ -124,7 +124,7 @@ struct WgmmaEngine {
   // The tensor cores read shared memory past the order of ordinary stores.
   static __device__ __forceinline__ void publish_tiles() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::proxy_fence();
 #endif
   }
 
