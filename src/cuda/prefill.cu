@@ -14,7 +14,7 @@ namespace kvant::cuda {
 
 namespace {
 
-constexpr int kMaxParts = 32;
+constexpr int kMaxParts = 64;
 constexpr int kMergeWarps = 8;
 
 std::vector<PrefillKernel> collect() {
@@ -59,22 +59,40 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   const std::int64_t stride = static_cast<std::int64_t>(vectors_per_block) * (value_dim + 2);
   const float* first = args.partials + item * parts * stride + vector % vectors_per_block * (value_dim + 2);
 
-  float2 state{kMinusInfinity, 0};
-  if (lane < parts) state = *reinterpret_cast<const float2*>(first + lane * stride + value_dim);
-  const float maximum = ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(state.x)))));
-  const float weight = ptx::exp2_fast(state.x - (maximum == kMinusInfinity ? 0.0F : maximum));
-  const float sum =
-      ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(ptx::xor_sum<2>(ptx::xor_sum<1>(state.y * weight)))));
+  constexpr int kTurns = kMaxParts / 32;  // parts lane, lane + 32, ... are this lane's
+  float2 states[kTurns];
+  float maximum = kMinusInfinity;
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int part = lane + 32 * i;
+    states[i] = {kMinusInfinity, 0};
+    if (part < parts) states[i] = *reinterpret_cast<const float2*>(first + part * stride + value_dim);
+    maximum = fmaxf(maximum, states[i].x);
+  }
+  maximum = ptx::xor_max<16>(ptx::xor_max<8>(ptx::xor_max<4>(ptx::xor_max<2>(ptx::xor_max<1>(maximum)))));
+  float weights[kTurns];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    weights[i] = ptx::exp2_fast(states[i].x - (maximum == kMinusInfinity ? 0.0F : maximum));
+    sum = fmaf(states[i].y, weights[i], sum);
+  }
+  sum = ptx::xor_sum<16>(ptx::xor_sum<8>(ptx::xor_sum<4>(ptx::xor_sum<2>(ptx::xor_sum<1>(sum)))));
   const Target target = finish_vector<MergeConfig<Bfloat>>(args, segment, vector, maximum, sum, lane == 0);
   for (int turn = 0; turn < value_dim; turn += 64) {
     const int channel = turn + 2 * lane;
     float2 out{0, 0};
-    for (int part = 0; part < parts; ++part) {
-      const float w = __shfl_sync(0xFFFFFFFFU, weight, part);  // from every lane, also those without a channel
-      if (channel >= value_dim) continue;
-      const float2 x = *reinterpret_cast<const float2*>(first + part * stride + channel);
-      out.x = fmaf(w, x.x, out.x);
-      out.y = fmaf(w, x.y, out.y);
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+#pragma unroll 8
+      for (int part = 32 * i; part < min(parts, 32 * i + 32); ++part) {
+        const float w =
+            __shfl_sync(0xFFFFFFFFU, weights[i], part % 32);  // from every lane, also those without a channel
+        if (channel >= value_dim) continue;
+        const float2 x = *reinterpret_cast<const float2*>(first + part * stride + channel);
+        out.x = fmaf(w, x.x, out.x);
+        out.y = fmaf(w, x.y, out.y);
+      }
     }
     if (channel >= value_dim) continue;
     *reinterpret_cast<std::uint32_t*>(target.out + channel) =
