@@ -289,6 +289,8 @@ void run_prefill(const std::string& only) {
                                            {"kitty 25 %", "kitty:sink=0", DType::f16},
                                            {"4-bit", "kivi:k=4,v=4", DType::f16},
                                            {"2-bit bf16", "kivi:k=2,v=2", DType::bf16},
+                                           {"small", "small:sink=0", DType::f16},
+                                           {"balanced", "balanced:sink=0", DType::f16},
                                            {"kvquant 3", "kvquant:k=3,v=3,sink=0", DType::f16},
                                            {"zipcache", "zipcache", DType::f16}}) {
     if (!std::string(name).starts_with(only)) continue;

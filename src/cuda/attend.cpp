@@ -151,7 +151,7 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   args.segments = segments.get();
   args.partials = partials.get();
   args.counters = counters.get();
-  prepare_decode(*kernel, args.key_bytes);
+  prepare_decode(*kernel);
 }
 
 void AttendPlan::Impl::load_layout(std::span<const PlanSequence> shapes) {
@@ -180,7 +180,7 @@ void AttendPlan::Impl::split_prefill() {
   prefill_split.vector_blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
   const std::int64_t seen =
       args.window > 0 ? std::min<std::int64_t>(longest, std::int64_t{args.window} + args.rows) : longest;
-  const int slots = prepare_prefill(*prefill);
+  const int slots = prepare_prefill(*prefill, args.key_bytes);
   const std::int64_t items = static_cast<std::int64_t>(prefill_split.vector_blocks) * args.kv_heads * sequences;
   // What a thread block does at once: 64 tokens, or a page per warp.
   const std::int64_t stage = prefill->few ? prefill->threads / 32 * kPage : 64;

@@ -51,6 +51,14 @@ struct Launch {
   }
 };
 
+int most_shared_bytes() {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return most;
+}
+
 }  // namespace
 
 std::span<const DecodeKernel> decode_kernels() {
@@ -65,21 +73,17 @@ const DecodeKernel* find_decode_kernel(const DecodeVariant& variant) {
 }
 
 bool fits(const DecodeKernel& kernel, int key_bytes) {
-  int device = 0;
-  int most = 0;
-  check(cudaGetDevice(&device), "CUDA device");
-  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
-  return kernel.shared_bytes(key_bytes) <= most;
+  return kernel.shared_bytes(key_bytes) <= most_shared_bytes();
 }
 
-void prepare_decode(const DecodeKernel& kernel, int key_bytes) {
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kernel.shared_bytes(key_bytes)),
+void prepare_decode(const DecodeKernel& kernel) {
+  // As high as it goes: a kernel serves key tiles of several sizes, and the next plan must not lower it for this one.
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
         "shared memory of the decode kernel");
 }
 
 int resident_clusters(const DecodeKernel& kernel, int ranks, int key_bytes) {
-  prepare_decode(kernel, key_bytes);
+  prepare_decode(kernel);
   const Launch launch(kernel, 1, ranks, key_bytes, false, nullptr);
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &launch.config), "co-resident clusters");

@@ -46,7 +46,7 @@ bool fits(const DecodeKernel& kernel, int key_bytes);
 int resident_clusters(const DecodeKernel& kernel, int ranks, int key_bytes);
 
 // Raises the kernel's shared memory limit on the current device; once per device, not while capturing.
-void prepare_decode(const DecodeKernel& kernel, int key_bytes);
+void prepare_decode(const DecodeKernel& kernel);
 
 // Launches groups * ranks blocks. `dependent`: the launch may begin before its predecessor in the stream has ended.
 void launch_decode(const DecodeKernel& kernel, const DecodeArgs& args, const InlinePlan& plan, int groups, int ranks,

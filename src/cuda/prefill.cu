@@ -38,6 +38,14 @@ bool runs_wgmma(const PrefillKernel& kernel) {
   return attributes.binaryVersion == 90;
 }
 
+std::size_t most_shared_bytes() {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return static_cast<std::size_t>(most);
+}
+
 template <bool Bfloat>
 struct MergeConfig {
   static constexpr bool bfloat = Bfloat;
@@ -107,25 +115,27 @@ std::span<const PrefillKernel> prefill_kernels() {
 }
 
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
-  if (format.rotation > 1) return nullptr;  // no kernel turns values back
   const PrefillKernel* best = nullptr;
   for (const PrefillKernel& kernel : all()) {
     const bool keys = kernel.key.bits == format.key.bits && kernel.key.dim == format.key.dim &&
                       kernel.key.high_steps == format.key.high_steps;
     const bool values = kernel.value.bits == format.value.bits && kernel.value.dim == format.value.dim;
-    if (!keys || !values || kernel.bfloat != format.bfloat) continue;
+    if (!keys || !values || kernel.rotation != format.rotation || kernel.bfloat != format.bfloat) continue;
+    if (kernel.shared(format.key.bytes()) > most_shared_bytes()) continue;
     if (kernel.wgmma ? runs_wgmma(kernel) : best == nullptr) best = &kernel;
   }
   return best;
 }
 
-int prepare_prefill(const PrefillKernel& kernel) {
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+int prepare_prefill(const PrefillKernel& kernel, int key_bytes) {
+  // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(most_shared_bytes())),
         "shared memory of the prefill kernel");
   int blocks = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads,
-                                                      static_cast<std::size_t>(kernel.shared_bytes)),
-        "co-resident blocks");
+  check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads, kernel.shared(key_bytes)),
+      "co-resident blocks");
   int device = 0;
   int multiprocessors = 0;
   check(cudaGetDevice(&device), "CUDA device");
@@ -167,8 +177,7 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   check(cudaLaunchKernel(
             kernel.function,
             dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)),
-            dim3(static_cast<unsigned>(kernel.threads)), parameters, static_cast<std::size_t>(kernel.shared_bytes),
-            as_stream(stream)),
+            dim3(static_cast<unsigned>(kernel.threads)), parameters, kernel.shared(args.key_bytes), as_stream(stream)),
         "launch of the prefill kernel");
   if (parts == 1) return;
   const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;

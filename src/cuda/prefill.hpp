@@ -21,8 +21,14 @@ struct PrefillKernel {
   int vectors = 0;  // query vectors of a thread block; vector v is row v / group, head v % group
   int threads = 0;
   int shared_bytes = 0;
-  bool block = false;  // over block pages (block.hpp); of the formats above only dimensions count then
-  bool few = false;    // for few vectors
+  bool block = false;        // over block pages (block.hpp); of the formats above only dimensions count then
+  bool few = false;          // for few vectors
+  int rotation = 1;          // of the values (DeviceFormat)
+  bool keys_on_top = false;  // a page's keys have a size of their own, which comes on top of shared_bytes
+
+  std::size_t shared(int key_bytes) const {
+    return static_cast<std::size_t>(shared_bytes + (keys_on_top ? key_bytes : 0));
+  }
 };
 
 // How one call is cut: a thread block per (block of vectors, KV head, sequence, part of the tokens).
@@ -36,8 +42,8 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format);
 std::span<const PrefillKernel> prefill_kernels();
 
 // Raises the kernel's shared memory limit on the current device; not while capturing. Returns how many of its blocks
-// the device runs at once.
-int prepare_prefill(const PrefillKernel& kernel);
+// the device runs at once. key_bytes: of the pool's pages.
+int prepare_prefill(const PrefillKernel& kernel, int key_bytes);
 
 // As many parts as shorten the call. items: blocks without parts; stages: tiles of 64 tokens of the longest sequence;
 // slots: blocks that the device runs at once.

@@ -6,6 +6,7 @@
 
 #include "cuda/prefill.hpp"
 #include "cuda/prefill_mma.cuh"
+#include "cuda/prefill_sorted.cuh"
 #include "cuda/prefill_stages.cuh"
 #include "cuda/prefill_tiles.cuh"
 #include "cuda/prefill_wgmma.cuh"
@@ -16,7 +17,8 @@ namespace kvant::cuda {
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
     prefill_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts) {
-  using Engine = std::conditional_t<C::wgmma, WgmmaEngine<C>, MmaEngine<C>>;
+  using WarpEngine = std::conditional_t<C::cells, MmaCellEngine<C>, MmaEngine<C>>;
+  using Engine = std::conditional_t<C::wgmma, WgmmaEngine<C>, WarpEngine>;
   using Pages = PageTiles<C, Engine>;
   extern __shared__ __align__(128) std::uint8_t shared[];
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
   const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
   const StageList stages(args, layout,
-                         {C::key.bytes() + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()},
+                         {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()},
                          segment.sequence, segment.kv_head, begin, max(0, most));
   const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
   const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
@@ -57,48 +59,45 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const bool rescale = args.softcap > 0 || !(scale > 0);
   Stage next;
   if (from < to) next = stages.get(from);
-  const auto fetch = [&] {
-    if (next.coded) Pages::fetch(raw, next.data, next.position / kStageTokens % 2);
+  const auto fetch = [&](bool first) {
+    const int half = next.position / kStageTokens % 2;
+    if (next.coded) Pages::fetch(args, raw, next.data, half, first || half == 0);
     ptx::async_commit();
   };
-  fetch();
-  for (int i = from; i < to; ++i) {
-    const Stage stage = next;
-    ptx::async_wait<0>();
-    __syncthreads();  // the page is here, and nobody reads the tiles any more
-    if (stage.coded) {
-      Pages::unpack(raw, stage.position / kStageTokens % 2, args.boosted, keys, values,
-                    shared + C::rank_offset + warp * C::key.dim);
-    } else {
-      copy_exact_tiles<C, Engine>(stage.data, keys, values);
-    }
-    Engine::publish_tiles();
-    __syncthreads();
-    if (i + 1 < to) {
-      next = stages.get(i + 1);
-      fetch();
-    }
-
-    Scores<C> s;
-    Engine::multiply_keys(shared, s);
-    if (rescale) {
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kStageTiles * 2; ++n) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            s[m][n][k] *= scale;
-            if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
-          }
-        }
+  fetch(true);
+  // Coded stages, then exact ones: two turns of one loop, for in a branch inside of it the transform costs registers
+  // that the matrix instructions need.
+  int i = from;
+#pragma unroll 1
+  for (int end = C::rotation > 1 ? min(to, stages.coded()) : to;; end = to) {
+    for (; i < end; ++i) {
+      const Stage stage = next;
+      ptx::async_wait<0>();
+      __syncthreads();  // the page is here, and nobody reads the tiles any more
+      if (stage.coded) {
+        Pages::unpack(args, raw, stage.position / kStageTokens % 2, keys, values,
+                      shared + C::rank_offset + warp * C::key.dim);
+      } else {
+        Pages::copy_exact(stage.data, keys, values);
       }
+      Engine::publish_tiles();
+      __syncthreads();
+      if (i + 1 < to) {
+        next = stages.get(i + 1);
+        fetch(false);
+      }
+
+      Scores<C> s;
+      Engine::multiply_keys(shared, s);
+      if (rescale) scale_scores<C>(args, scale, s);
+      const bool whole = stage.position + kStageTokens <= min(fewest, stage.end) && stage.position >= stage.first &&
+                         (args.window == 0 || stage.position >= most - args.window);
+      if (!whole) hide_tokens<C>(args, stage, state, s);
+      soften<C>(state, s, rescale ? 1.0F : scale);
+      Engine::multiply_values(shared, s, state);
     }
-    const bool whole = stage.position + kStageTokens <= min(fewest, stage.end) && stage.position >= stage.first &&
-                       (args.window == 0 || stage.position >= most - args.window);
-    if (!whole) hide_tokens<C>(args, stage, state, s);
-    soften<C>(state, s, rescale ? 1.0F : scale);
-    Engine::multiply_values(shared, s, state);
+    if (C::rotation > 1 && from < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
+    if (i >= to) break;
   }
 
   float* partial = nullptr;

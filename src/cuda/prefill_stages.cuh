@@ -55,6 +55,7 @@ class StageList {
   }
 
   __device__ int count() const { return count_; }
+  __device__ int coded() const { return coded_; }
   __device__ Stage get(int i) const {
     Stage stage;
     if (i < coded_) {

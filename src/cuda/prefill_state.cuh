@@ -47,6 +47,28 @@ __device__ __forceinline__ uint4 weight_fragment(const float (&s)[kStageTiles * 
           ptx::narrow2<C::bfloat>(b[2], b[3])};
 }
 
+// Scores into units of log2, capped where the call asks for it.
+template <class C>
+__device__ __forceinline__ void scale_scores(const DecodeArgs& args, float scale, Scores<C>& s) {
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        s[m][n][k] *= scale;
+        if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
+      }
+    }
+  }
+}
+
+// Which token of a stage the keys and values in slot 8n + i of its tiles are (prefill_cells.cuh).
+template <class C>
+__device__ __forceinline__ int token_in(int n, int i) {
+  return C::cells ? n + 8 * i : 8 * n + i;
+}
+
 // Hides tokens from rows that must not see them.
 template <class C>
 __device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage& stage, const PrefillState<C>& state,
@@ -62,7 +84,7 @@ __device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage&
       for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int at = stage.position + 8 * n + 2 * t + i;
+          const int at = stage.position + token_in<C>(n, 2 * t + i);
           if (at < first || at >= last) s[m][n][2 * e + i] = kMinusInfinity;
         }
       }
@@ -106,6 +128,46 @@ __device__ __forceinline__ void soften(PrefillState<C>& state, Scores<C>& s, flo
     for (int n = 0; n < C::value_tiles * 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
+    }
+  }
+}
+
+// Outputs of rotated values to those of plain ones: the Hadamard transform of each block of `rotation` channels. Pages
+// hold the transform divided by the block, so this one needs no factor.
+template <class C>
+__device__ __forceinline__ void unrotate(PrefillState<C>& state, int rotation) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::value_tiles * 2; ++n) {  // bits 0 to 2 of a channel's number, 8n + 2t + i
+      float(&o)[4] = state.o[m][n];
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const float difference = o[e] - o[e + 1];
+        o[e] += o[e + 1];
+        o[e + 1] = difference;
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+        const float sign = (t & bit) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = fmaf(sign, o[e], __shfl_xor_sync(0xFFFFFFFFU, o[e], bit));
+      }
+    }
+#pragma unroll
+    for (int span = 1; span < C::value_tiles * 2; span *= 2) {
+      if (span >= rotation / 8) break;
+#pragma unroll
+      for (int n = 0; n < C::value_tiles * 2; ++n) {
+        if ((n & span) != 0 || n + span >= C::value_tiles * 2) continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float difference = state.o[m][n][e] - state.o[m][n + span][e];
+          state.o[m][n][e] += state.o[m][n + span][e];
+          state.o[m][n + span][e] = difference;
+        }
+      }
     }
   }
 }

@@ -8,11 +8,15 @@
 #pragma once
 
 #include "cuda/decode_unit.cuh"
-#include "cuda/prefill_stages.cuh"
+#include "cuda/prefill_cells.cuh"
 
 namespace kvant::cuda {
 
-// F: key, value, bfloat. Wgmma: for the warpgroup instructions of sm_90a, else those of sm_80.
+constexpr int tile_bytes(bool cells, int dim) {
+  return cells ? cell_tile_bytes(dim) : kStageTokens * dim * 2;
+}
+
+// F: key, value, rotated, bfloat. Wgmma: for the warpgroup instructions of sm_90a, else those of sm_80.
 template <class F, bool Wgmma>
 struct PrefillConfig {
   static constexpr KeyFormat key = F::key;
@@ -20,6 +24,8 @@ struct PrefillConfig {
   static constexpr ExactFormat exact{F::key.dim, F::value.dim};
   static constexpr bool bfloat = F::bfloat;
   static constexpr bool wgmma = Wgmma;
+  static constexpr int rotation = F::rotated ? value.dim & -value.dim : 1;  // channels of a block of the transform
+  static constexpr bool cells = key.sorted();  // how tiles lie in shared memory: prefill_cells.cuh
   static constexpr int warps = Wgmma ? 8 : 4;
   static constexpr int threads = warps * 32;
   // Row tiles of 16 vectors per warp. Without warpgroups two halve what it costs to read the tiles; the outputs of
@@ -30,17 +36,23 @@ struct PrefillConfig {
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 
-  // Bytes of half a page as it lies in global memory: endpoints, lists and 1-bit planes serve both halves.
-  static constexpr int raw_key_bytes = key.codes_offset() + key.half_codes_bytes();
+  // Bytes of half a page as it lies in global memory: endpoints, lists and 1-bit planes serve both halves. Sorted keys
+  // come whole behind everything else: their size is known at the launch.
+  static constexpr int raw_key_bytes = key.sorted() ? 0 : key.codes_offset() + key.half_codes_bytes();
   static constexpr int raw_bytes = raw_key_bytes + value.half_bytes();
 
   // Shared memory.
   static constexpr int keys_offset = vectors * key.dim * 2;  // queries come first
-  static constexpr int values_offset = keys_offset + kStageTokens * key.dim * 2;
-  static constexpr int raw_offset = values_offset + kStageTokens * value.dim * 2;
+  static constexpr int values_offset = keys_offset + tile_bytes(cells, key.dim);
+  static constexpr int raw_offset = values_offset + tile_bytes(cells, value.dim);
   static constexpr int rank_offset = raw_offset + raw_bytes;
   static constexpr int shared_bytes = rank_offset + (key.high_steps > 0 ? warps * key.dim : 0);
 };
+
+// 128 + code of a byte below 128: it becomes the highest bits of the mantissa.
+__device__ __forceinline__ float raised_byte(std::uint32_t codes, int byte) {
+  return __uint_as_float(__byte_perm(codes, 0x43000000U, 0x7044U | static_cast<unsigned>(byte) << 8));
+}
 
 // Turn the four codes of a word into two pairs of 16-bit floats: low + code * step, with a low and a step per byte.
 // Interleaved: bytes 0 and 2 make the first pair, else bytes 0 and 1.
@@ -50,7 +62,7 @@ template <bool Bfloat, bool Interleaved>
 class WideDequantizer {
  public:
   // with_high: expand() is given further bits.
-  __device__ __forceinline__ WideDequantizer(const float (&low)[4], const float (&step)[4], bool with_high) {
+  __device__ __forceinline__ WideDequantizer(const float (&low)[4], const float (&step)[4], bool with_high = false) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       low_[i] = fmaf(with_high ? -640.0F : -128.0F, step[i], low[i]);
@@ -64,18 +76,16 @@ class WideDequantizer {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = fmaf(number(codes >> shift, i), step_[i], low_[i]);
-      if constexpr (WithHigh) x[i] = fmaf(number(high >> shift, i), 4 * step_[i], x[i]);
+      x[i] = fmaf(raised_byte(codes >> shift, i), step_[i], low_[i]);
+      if constexpr (WithHigh) x[i] = fmaf(raised_byte(high >> shift, i), 4 * step_[i], x[i]);
     }
     return {ptx::narrow2<Bfloat>(x[0], x[Interleaved ? 2 : 1]), ptx::narrow2<Bfloat>(x[Interleaved ? 1 : 2], x[3])};
   }
-
- private:
-  // 128 + code: the byte as the highest bits of the mantissa.
-  __device__ static __forceinline__ float number(std::uint32_t codes, int byte) {
-    return __uint_as_float(__byte_perm(codes, 0x43000000U, 0x7044U | static_cast<unsigned>(byte) << 8));
+  __device__ __forceinline__ uint2 expand(std::uint32_t codes, int shift) const {
+    return expand<false>(codes, 0, shift);
   }
 
+ private:
   float low_[4], step_[4];
 };
 
@@ -117,24 +127,64 @@ class HalfDequantizer {
   __half2 low_[2], step_[2];
 };
 
-// Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it. Every thread
-// of the block calls both; between them the copies must have arrived and the block must have met.
+// Errors of values reach the output as they are, those of keys times the spread of the scores.
+template <class C, bool Interleaved>
+using ValueDequantizer =
+    std::conditional_t<C::bfloat, WideDequantizer<C::bfloat, Interleaved>, HalfDequantizer<Interleaved, C::value.bits>>;
+
+// Of the codes of position p inside their bytes.
+__device__ constexpr int code_shift(int bits, int p) {
+  return bits == 2 ? 2 * p : 4 * (p % 2);
+}
+
+// Of the tokens 2t, 2t + 8, 2t + 1, 2t + 9 of token tile `tile` of half a page of values: the order of a word's bytes.
+template <class C>
+struct ValueGrid {
+  float low[4], step[4];
+
+  __device__ __forceinline__ ValueGrid(const std::uint8_t* half_page, int tile, int t) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint8_t* ends = half_page + (2 * t + i) * 16 + tile * 4;
+      const float2 min = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends));
+      const float2 max = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends + 128));
+      low[2 * i] = min.x;
+      low[2 * i + 1] = min.y;
+      step[2 * i] = (max.x - min.x) * (1.0F / static_cast<float>((1 << C::value.bits) - 1));
+      step[2 * i + 1] = (max.y - min.y) * (1.0F / static_cast<float>((1 << C::value.bits) - 1));
+    }
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void copy_async(std::uint8_t* to, const std::uint8_t* from, int bytes) {
+  const std::uint32_t address = ptx::shared_address(to);
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16) {
+    ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+  }
+}
+
+// Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it, copy_exact()
+// of four unquantized 16-token tiles. Every thread of the block calls them; between fetch() and unpack() the copies
+// must have arrived and the block must have met.
 template <class C, class Engine>
 struct PageTiles {
-  static __device__ __forceinline__ void fetch(std::uint8_t* raw, const std::uint8_t* page, int half) {
+  // fresh: nothing of the page is in `raw` yet.
+  static __device__ __forceinline__ void fetch(const DecodeArgs& /*args*/, std::uint8_t* raw, const std::uint8_t* page,
+                                               int half, bool /*fresh*/) {
     constexpr int head = C::key.codes_offset();
     constexpr int codes = C::key.half_codes_bytes();
-    copy(raw, page, head);
-    copy(raw + head, page + head + half * codes, codes);
-    copy(raw + C::raw_key_bytes, page + C::key.bytes() + half * C::value.half_bytes(), C::value.half_bytes());
+    copy_async<C>(raw, page, head);
+    copy_async<C>(raw + head, page + head + half * codes, codes);
+    copy_async<C>(raw + C::raw_key_bytes, page + C::key.bytes() + half * C::value.half_bytes(), C::value.half_bytes());
   }
 
   // ranks: room for key.dim bytes of this warp, where channels have a second plane.
-  static __device__ __forceinline__ void unpack(const std::uint8_t* raw, int half, int boosted, std::uint8_t* keys,
-                                                std::uint8_t* values, std::uint8_t* ranks) {
+  static __device__ __forceinline__ void unpack(const DecodeArgs& args, const std::uint8_t* raw, int half,
+                                                std::uint8_t* keys, std::uint8_t* values, std::uint8_t* ranks) {
     constexpr int key_jobs = C::key.groups() / 2 * C::key.steps();
     constexpr int jobs = key_jobs + C::value.groups() * 2;
-    if constexpr (C::key.high_steps > 0) rank_channels(raw, boosted, ranks);
+    if constexpr (C::key.high_steps > 0) rank_channels(raw, args.boosted, ranks);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     for (int job = warp; job < jobs; job += C::warps) {
       if (job < key_jobs) {
@@ -145,15 +195,25 @@ struct PageTiles {
     }
   }
 
- private:
-  static constexpr std::uint8_t kNoRank = 255;
-
-  static __device__ __forceinline__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) {
-    const std::uint32_t address = ptx::shared_address(to);
-    for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16) {
-      ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+  // Straight from global memory.
+  static __device__ void copy_exact(const std::uint8_t* tiles, std::uint8_t* keys, std::uint8_t* values) {
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::warps) {
+      const int tile = unit / C::key_tiles;
+      Engine::copy_keys(tiles + tile * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes, keys, tile,
+                        unit % C::key_tiles);
+    }
+    for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
+      const int tile = unit / C::value_tiles;
+      const std::uint8_t* from = tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() +
+                                 unit % C::value_tiles * kQuadBytes + thread % 32 * 16;
+      const uint4 x = *reinterpret_cast<const uint4*>(from);
+      Engine::store_values(values, tile, unit % C::value_tiles, {x.x, x.z}, {x.y, x.w});
     }
   }
+
+ private:
+  static constexpr std::uint8_t kNoRank = 255;
 
   // Which entry of the list of boosted channels a channel is.
   static __device__ void rank_channels(const std::uint8_t* raw, int boosted, std::uint8_t* ranks) {
@@ -178,11 +238,6 @@ struct PageTiles {
       word |= static_cast<std::uint32_t>(codes[quad * kQuadBytes + lane * 16 + word_at * 4 + rank % 4]) << (8 * b);
     }
     return word;
-  }
-
-  // Of the codes of position p inside their bytes.
-  static __device__ constexpr int shift_of(int bits, int p) {
-    return bits == 2 ? 2 * p : 4 * (p % 2);
   }
 
   // `group`: of this half, the others are not in `raw`.
@@ -225,8 +280,8 @@ struct PageTiles {
         words.fragment(p, w);
         const std::uint32_t mask = 0x03030303U << (2 * p);
         Engine::store_keys(keys, group * per_group + p, step * 2 + h,
-                           dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, shift_of(bits, p)),
-                           dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, shift_of(bits, p)));
+                           dequantizer.template expand<with_high>(w[2 * h], high[0] & mask, code_shift(bits, p)),
+                           dequantizer.template expand<with_high>(w[2 * h + 1], high[1] & mask, code_shift(bits, p)));
       }
     }
   }
@@ -243,56 +298,20 @@ struct PageTiles {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int tile = step * 2 + h;
-      float low[4], span[4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const std::uint8_t* ends = half_page + (2 * lane.t + i) * 16 + tile * 4;
-        const float2 min = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends));
-        const float2 max = ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint32_t*>(ends + 128));
-        low[2 * i] = min.x;
-        low[2 * i + 1] = min.y;
-        span[2 * i] = (max.x - min.x) * (1.0F / static_cast<float>((1 << bits) - 1));
-        span[2 * i + 1] = (max.y - min.y) * (1.0F / static_cast<float>((1 << bits) - 1));
-      }
+      const ValueGrid<C> grid(half_page, tile, lane.t);
 #pragma unroll
       for (int p = 0; p < per_group; ++p) {
         if (group * per_group + p >= C::value_tiles) break;
         std::uint32_t w[4];
         words.fragment(p, w);
         const int channel_tile = group * per_group + p;
-        const int shift = shift_of(bits, p);
-        if constexpr (C::bfloat) {
-          const WideDequantizer<true, true> dequantizer(low, span, false);
-          Engine::store_values(values, tile, channel_tile, dequantizer.template expand<false>(w[2 * h], 0, shift),
-                               dequantizer.template expand<false>(w[2 * h + 1], 0, shift));
-        } else {
-          // Errors of values reach the output as they are, those of keys times the spread of the scores.
-          const HalfDequantizer<true, bits> dequantizer(low, span);
-          Engine::store_values(values, tile, channel_tile, dequantizer.expand(w[2 * h], shift),
-                               dequantizer.expand(w[2 * h + 1], shift));
-        }
+        const int shift = code_shift(bits, p);
+        const ValueDequantizer<C, true> dequantizer(grid.low, grid.step);
+        Engine::store_values(values, tile, channel_tile, dequantizer.expand(w[2 * h], shift),
+                             dequantizer.expand(w[2 * h + 1], shift));
       }
     }
   }
 };
-
-// Four unquantized 16-token tiles, straight from global memory.
-template <class C, class Engine>
-__device__ void copy_exact_tiles(const std::uint8_t* tiles, std::uint8_t* keys, std::uint8_t* values) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
-  for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::warps) {
-    const int tile = unit / C::key_tiles;
-    Engine::copy_keys(tiles + tile * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes, keys, tile,
-                      unit % C::key_tiles);
-  }
-  for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
-    const int tile = unit / C::value_tiles;
-    const std::uint8_t* from =
-        tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() + unit % C::value_tiles * kQuadBytes + lane * 16;
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    Engine::store_values(values, tile, unit % C::value_tiles, {x.x, x.z}, {x.y, x.w});
-  }
-}
 
 }  // namespace kvant::cuda

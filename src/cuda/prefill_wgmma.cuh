@@ -2,20 +2,21 @@
 // which leaves its bandwidth and the registers to the rest.
 //
 // Tiles lie in core matrices of 8 rows by 16 bytes of depth, 128 bytes each, without swizzle: [depth / 8][row / 8].
-// Queries lie the same way, 64 vectors of a warpgroup after the other.
+// Queries lie the same way, 64 vectors of a warpgroup after the other. Cells (prefill_cells.cuh) are the same core
+// matrices, but those of keys have 8 channels, which is their depth, by 16 bytes of tokens.
 #pragma once
 
-#include "cuda/prefill_state.cuh"
+#include "cuda/prefill_cells.cuh"
 
 namespace kvant::cuda {
 
 namespace wgmma {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// depth_stride: bytes from a core matrix to the next in depth; rows follow each other.
-__device__ __forceinline__ std::uint64_t describe(std::uint32_t address, int depth_stride) {
+// Bytes from a core matrix to the next in depth, and in rows.
+__device__ __forceinline__ std::uint64_t describe(std::uint32_t address, int depth_stride, int row_stride) {
   return (address & 0x3FFFFU) >> 4 | static_cast<std::uint64_t>(depth_stride >> 4) << 16 |
-         std::uint64_t{128 >> 4} << 32;
+         static_cast<std::uint64_t>(row_stride >> 4) << 32;
 }
 __device__ __forceinline__ void begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -41,21 +42,26 @@ __device__ __forceinline__ void settle(float (&x)[Count][4]) {
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
   ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// d = A * B, or d += A * B: 64 vectors by 64 tokens by 16 channels, both from shared memory.
-#define KVANT_SCORES(type)                                        \
-  asm volatile(                                                   \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"            \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
-      " "                                                         \
-      "{" KVANT_R32 "}, %32, %33, add, 1, 1, 0, 0;\n}"            \
-      : KVANT_D16(0), KVANT_D16(4)                                \
+// d = A * B, or d += A * B: 64 vectors by 64 tokens by 16 channels, both from shared memory. transposed: in B tokens
+// run fastest.
+#define KVANT_SCORES(type, transposed)                              \
+  asm volatile(                                                     \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"              \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type   \
+      " "                                                           \
+      "{" KVANT_R32 "}, %32, %33, add, 1, 1, 0, " transposed ";\n}" \
+      : KVANT_D16(0), KVANT_D16(4)                                  \
       : "l"(a), "l"(b), "r"(add))
-template <bool Bfloat>
+template <bool Bfloat, bool Transposed>
 __device__ __forceinline__ void multiply_scores(float (&d)[8][4], std::uint64_t a, std::uint64_t b, int add) {
-  if constexpr (Bfloat) {
-    KVANT_SCORES("bf16");
+  if constexpr (Bfloat && Transposed) {
+    KVANT_SCORES("bf16", "1");
+  } else if constexpr (Bfloat) {
+    KVANT_SCORES("bf16", "0");
+  } else if constexpr (Transposed) {
+    KVANT_SCORES("f16", "1");
   } else {
-    KVANT_SCORES("f16");
+    KVANT_SCORES("f16", "0");
   }
 }
 #undef KVANT_SCORES
@@ -146,14 +152,17 @@ struct WgmmaEngine {
 
   static __device__ __forceinline__ void multiply_keys(std::uint8_t* shared, Scores<C>& s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    const std::uint64_t q = wgmma::describe(ptx::shared_address(shared) + threadIdx.x / 128 * kQueryBytes, kCore * 8);
-    const std::uint64_t keys = wgmma::describe(ptx::shared_address(shared + C::keys_offset), kCore * kStageTokens / 8);
+    constexpr int depth_stride = C::cells ? kCore : kCore * kStageTokens / 8;
+    const std::uint64_t q =
+        wgmma::describe(ptx::shared_address(shared) + threadIdx.x / 128 * kQueryBytes, kCore * 8, kCore);
+    const std::uint64_t keys = wgmma::describe(ptx::shared_address(shared + C::keys_offset), depth_stride,
+                                               C::cells ? cell_stride(C::key.dim) : kCore);
     wgmma::begin();
 #pragma unroll
     for (int k = 0; k < C::key_tiles; ++k) {
       // Addresses count in 16 bytes.
-      wgmma::multiply_scores<C::bfloat>(s[0], q + k * (kCore * 8 * 2 / 16),
-                                        keys + k * (kCore * kStageTokens / 8 * 2 / 16), k > 0);
+      wgmma::multiply_scores<C::bfloat, C::cells>(s[0], q + k * (kCore * 8 * 2 / 16),
+                                                  keys + k * (depth_stride * 2 / 16), k > 0);
     }
     wgmma::finish();
     wgmma::settle(s[0]);
@@ -165,9 +174,9 @@ struct WgmmaEngine {
   static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
                                                          PrefillState<C>& state) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int depth_stride = kCore * C::value.dim / 8;
+    constexpr int depth_stride = C::cells ? cell_stride(C::value.dim) : kCore * C::value.dim / 8;
     constexpr int columns = C::value.dim % 128 == 0 ? 128 : C::value.dim % 64 == 0 ? 64 : 32;
-    const std::uint64_t values = wgmma::describe(ptx::shared_address(shared + C::values_offset), depth_stride);
+    const std::uint64_t values = wgmma::describe(ptx::shared_address(shared + C::values_offset), depth_stride, kCore);
     uint4 p[kStageTiles];
 #pragma unroll
     for (int j = 0; j < kStageTiles; ++j) p[j] = weight_fragment<C>(s[0], j);

@@ -74,6 +74,25 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const uint4& a, std::uin
   }
 }
 
+// Four 8x8 matrices of 16-bit elements from shared memory: lane 8 m + r gives the address of row r of matrix m and gets
+// elements 2t and 2t + 1 of row g of each; with Transposed, of column g.
+template <bool Transposed>
+__device__ __forceinline__ uint4 load_matrices(std::uint32_t row) {
+  uint4 x;
+  if constexpr (Transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row)
+                 : "memory");
+  }
+  return x;
+}
+
 // Transposes an 8x8 matrix of 16-bit elements held one row pair per lane.
 __device__ __forceinline__ std::uint32_t transpose(std::uint32_t x) {
   std::uint32_t y;

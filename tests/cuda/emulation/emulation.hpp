@@ -1,7 +1,7 @@
-// Enough of CUDA for the kernels over block pages to run on the CPU, a host thread per lane, one thread block after
-// another: to check what they compute, for every shape, where no GPU is. Included before any kernel; cuda/ptx.cuh of
-// this folder takes the place of the machine instructions. Says nothing about speed, and little about races: exchanges
-// between lanes are barriers here.
+// Enough of CUDA for the kernels over block pages and those of prefill to run on the CPU, a host thread per lane, one
+// thread block after another: to check what they compute, for every shape, where no GPU is. Included before any kernel;
+// cuda/ptx.cuh of this folder takes the place of the machine instructions. Says nothing about speed, and little about
+// races: exchanges between lanes are barriers here.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,8 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "base/half.hpp"
 
 #define __device__
 #define __global__
@@ -194,6 +196,25 @@ T __ldcg(const T* from) {
   return *from;
 }
 inline void __threadfence() {}
+[[noreturn]] inline void __trap() {
+  std::abort();
+}
+
+struct __half2 {
+  std::uint16_t x, y;
+};
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {kvant::base::float_to_half(x), kvant::base::float_to_half(y)};
+}
+inline __half2 __float2half2_rn(float x) {
+  return __floats2half2_rn(x, x);
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const auto fma = [](std::uint16_t x, std::uint16_t y, std::uint16_t z) {
+    return std::fma(kvant::base::half_to_float(x), kvant::base::half_to_float(y), kvant::base::half_to_float(z));
+  };
+  return __floats2half2_rn(fma(a.x, b.x, c.x), fma(a.y, b.y, c.y));
+}
 
 namespace kvant::cuda {
 extern std::uint8_t shared[];  // what kernels declare as theirs

@@ -82,6 +82,26 @@ void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_
 void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 
+// Four 8x8 matrices in shared memory, a row per lane.
+template <bool Transposed>
+uint4 load_matrices(std::uint32_t row) {
+  return emulation::exchange(row, [](const std::uint64_t* rows) {
+    const int g = emulation::lane() / 4;
+    const int t = emulation::lane() % 4;
+    std::uint32_t x[4] = {};
+    for (int m = 0; m < 4; ++m) {
+      for (int i = 0; i < 2; ++i) {
+        const int r = Transposed ? 2 * t + i : g;
+        const int column = Transposed ? g : 2 * t + i;
+        std::uint16_t element = 0;
+        std::memcpy(&element, shared + rows[8 * m + r] + 2 * column, 2);
+        x[m] |= static_cast<std::uint32_t>(element) << (16 * i);
+      }
+    }
+    return uint4{x[0], x[1], x[2], x[3]};
+  });
+}
+
 // An 8x8 matrix of 16-bit elements, two of a row per lane.
 inline std::uint32_t transpose(std::uint32_t x) {
   return emulation::exchange(x, [](const std::uint64_t* values) {

@@ -1,0 +1,216 @@
+// The prefill kernels of waterfill (mma.sync) on the CPU (emulation.hpp) against the CPU library on the same pages:
+// sinks, sealed pages and an open tail, cut into parts or not; no byte behind their shared memory is touched.
+#include "emulation.hpp"
+
+// The emulation first.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "base/half.hpp"
+#include "cuda/device_format.hpp"
+#include "cuda/prefill_kernel.cuh"
+#include "kvant/cache.hpp"
+
+namespace kvant::cuda {
+
+constexpr std::size_t kMostShared = 227 * 1024;
+alignas(128) std::uint8_t shared[kMostShared];
+
+namespace {
+
+constexpr std::uint8_t kPoison = 0xA5;
+
+template <int ValueBits, int KeyDim, int ValueDim, bool Bfloat>
+struct Format {
+  static constexpr KeyFormat key{0, KeyDim, 0};
+  static constexpr ValueFormat value{ValueBits, ValueDim};
+  static constexpr bool rotated = true;
+  static constexpr bool bfloat = Bfloat;
+};
+
+std::vector<std::uint16_t> random_rows(std::mt19937& random, DType type, int count, int dim, float spread) {
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> out(static_cast<std::size_t>(count * dim));
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const auto channel = static_cast<int>(i % static_cast<std::size_t>(dim));
+    base::store_float(out.data(), type, static_cast<std::int64_t>(i),
+                      normal(random) * (1 + spread * static_cast<float>(channel * 37 % 11)));
+  }
+  return out;
+}
+
+// One KV head.
+template <class C>
+class Problem {
+ public:
+  Problem(const char* recipe, int length, int rows, int group, int window)
+      : shape_{1, C::key.dim, C::value.dim, C::bfloat ? DType::bf16 : DType::f16},
+        cache_(parse_recipe(recipe), shape_),
+        length_(length),
+        rows_(rows),
+        group_(group),
+        window_(window) {
+    std::mt19937 random(3);
+    keys_ = random_rows(random, shape_.dtype, length, C::key.dim, 0.3F);
+    values_ = random_rows(random, shape_.dtype, length, C::value.dim, 0);
+    queries_ = random_rows(random, shape_.dtype, rows * group, C::key.dim, 0);
+    out_.resize(static_cast<std::size_t>(rows * group * C::value.dim));
+    cache_.append(dense_view(keys_.data(), shape_.dtype, length, 1, C::key.dim),
+                  dense_view(values_.data(), shape_.dtype, length, 1, C::value.dim));
+    seal();
+  }
+
+  int coded() const { return coded_; }
+
+  void run(int parts) {
+    DecodeArgs args;
+    args.pages = reinterpret_cast<const std::uint8_t*>(pages_.data());
+    args.page_stride = static_cast<std::int64_t>(format_.head_bytes());
+    args.exact = exact_.data();
+    args.exact_stride = C::exact.page_bytes();
+    std::vector<std::int32_t> table(16);
+    for (int i = 0; i < 16; ++i) table[static_cast<std::size_t>(i)] = i;
+    args.table = table.data();
+    args.exact_table = table.data();
+    args.lengths = &length_;
+    args.q = queries_.data();
+    args.q_head = C::key.dim;
+    args.q_row = C::key.dim * group_;
+    args.out = out_.data();
+    args.out_head = C::value.dim;
+    args.out_row = C::value.dim * group_;
+    args.scale = 1 / std::sqrt(static_cast<float>(C::key.dim));
+    args.window = window_;
+    args.rows = rows_;
+    args.group = group_;
+    args.kv_heads = 1;
+    args.key_bytes = format_.key.bytes();
+    const std::int32_t none = 0;
+    const ReferenceArgs layout{&none, &coded_, &sinks_};
+    const int blocks = (rows_ * group_ + C::vectors - 1) / C::vectors;
+    partials_.assign(static_cast<std::size_t>(blocks * parts * C::vectors * (C::value.dim + 2)), NAN);
+    args.partials = partials_.data();
+    std::memset(shared, kPoison, sizeof shared);
+    // The grid's third dimension is the part.
+    for (int part = 0; part < parts; ++part) {
+      emulation::launch(C::threads, blocks, 1, [&] {
+        blockIdx.z = static_cast<unsigned>(part);
+        prefill_kernel<C>(args, layout, parts);
+      });
+    }
+    const std::size_t used = C::shared_bytes + static_cast<std::size_t>(args.key_bytes);
+    ASSERT_LE(used, kMostShared);
+    EXPECT_TRUE(std::all_of(shared + used, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+  }
+
+  double error(int parts) const {
+    std::vector<float> want(out_.size());
+    AttentionOptions options;
+    options.threads = 1;
+    options.sliding_window = window_;
+    cache_.attend(dense_view(queries_.data(), shape_.dtype, rows_, group_, C::key.dim),
+                  dense_view(want.data(), DType::f32, rows_, group_, C::value.dim), options, nullptr);
+    double difference = 0;
+    double norm = 0;
+    for (int vector = 0; vector < rows_ * group_; ++vector) {
+      for (int c = 0; c < C::value.dim; ++c) {
+        const std::size_t at = static_cast<std::size_t>(vector * C::value.dim + c);
+        const double got = parts == 1 ? base::load_float(out_.data(), shape_.dtype, static_cast<std::int64_t>(at))
+                                      : merged(vector, c, parts);
+        difference += (got - want[at]) * (got - want[at]);
+        norm += static_cast<double>(want[at]) * want[at];
+      }
+    }
+    return std::sqrt(difference / norm);
+  }
+
+ private:
+  // Pages as the device has them; exact pages: that of the sinks, then those of the tail.
+  void seal() {
+    const Recipe& recipe = cache_.recipe();
+    const PageLayout layout = make_layout(recipe, shape_);
+    format_ = make_device_format(recipe, shape_);
+    coded_ = static_cast<std::int32_t>(cache_.counts().sealed_pages);
+    sinks_ = coded_ > 0 ? recipe.sink : 0;
+    pages_.resize(static_cast<std::size_t>(coded_) * format_.head_bytes());
+    for (int page = 0; page < coded_; ++page) {
+      to_device(format_, layout, cache_.store().sealed_block(page), 0,
+                std::span(pages_).subspan(static_cast<std::size_t>(page) * format_.head_bytes(), format_.head_bytes()));
+    }
+    exact_.assign(static_cast<std::size_t>((length_ - coded_ * kPage) / kPage + 2) * C::exact.page_bytes(), 0);
+    constexpr ExactFormat exact = C::exact;
+    const auto put = [&](int token, int page, int in_page) {
+      std::uint8_t* to = exact_.data() + static_cast<std::size_t>(page) * C::exact.page_bytes();
+      for (int c = 0; c < C::key.dim; ++c)
+        std::memcpy(to + exact.key_at(in_page, c), &keys_[token * C::key.dim + c], 2);
+      for (int c = 0; c < C::value.dim; ++c) {
+        std::memcpy(to + exact.value_at(in_page, c), &values_[token * C::value.dim + c], 2);
+      }
+    };
+    for (int token = 0; token < sinks_; ++token) put(token, 0, token);
+    for (int token = coded_ * kPage; token < length_; ++token) {
+      put(token, 1 + (token / kPage - coded_), token % kPage);
+    }
+  }
+
+  // What merge_parts_kernel makes of the parts' results.
+  double merged(int vector, int channel, int parts) const {
+    constexpr int stride = C::value.dim + 2;
+    const float* first = partials_.data() + (vector / C::vectors * parts * C::vectors + vector % C::vectors) * stride;
+    double peak = -INFINITY;
+    for (int part = 0; part < parts; ++part) {
+      peak = std::max<double>(peak, first[part * C::vectors * stride + C::value.dim]);
+    }
+    double sum = 0;
+    double out = 0;
+    for (int part = 0; part < parts; ++part) {
+      const float* at = first + part * C::vectors * stride;
+      const double weight = std::exp2(at[C::value.dim] - peak);
+      sum += weight * at[C::value.dim + 1];
+      out += weight * at[channel];
+    }
+    return out / sum;
+  }
+
+  CacheShape shape_;
+  Cache cache_;
+  DeviceFormat format_;
+  std::int32_t length_, coded_ = 0, sinks_ = 0;
+  int rows_, group_, window_;
+  std::vector<std::uint16_t> keys_, values_, queries_, out_;
+  std::vector<std::byte> pages_;
+  std::vector<std::uint8_t> exact_;
+  std::vector<float> partials_;
+};
+
+template <int ValueBits, int KeyDim, int ValueDim, bool Bfloat>
+void expect_same(const char* recipe, int length, int rows, int group, int window, int parts) {
+  SCOPED_TRACE(recipe);
+  using C = PrefillConfig<Format<ValueBits, KeyDim, ValueDim, Bfloat>, false>;
+  Problem<C> problem(recipe, length, rows, group, window);
+  ASSERT_GT(problem.coded(), 0);
+  problem.run(parts);
+  EXPECT_LE(problem.error(parts), Bfloat ? 5e-3 : 1e-3);
+}
+
+// Every width; key dimensions other than the values'; blocks of the transform shorter than a head.
+TEST(PrefillEmulation, Waterfill) {
+  expect_same<2, 128, 128, false>("waterfill:k=3.5,low=1,high=6,v=2,sink=5,window=40", 430, 70, 2, 0, 1);
+  expect_same<3, 64, 64, false>("waterfill:k=2.28,low=1,high=6,v=3,sink=0,window=0", 256, 9, 3, 0, 1);
+  expect_same<4, 96, 96, true>("near-lossless:sink=70,window=16", 300, 20, 4, 0, 1);
+  expect_same<2, 192, 128, false>("small:sink=3,window=100", 400, 11, 5, 0, 1);
+  expect_same<3, 192, 192, true>("balanced:sink=3,window=16,shared=1", 300, 16, 1, 0, 1);
+  expect_same<2, 256, 256, false>("small:sink=0,window=16", 280, 12, 5, 0, 1);
+}
+
+// Parts with and without exact stages turn their own outputs; a window that begins inside a page.
+TEST(PrefillEmulation, WaterfillInParts) {
+  for (const int parts : {2, 5, 9}) {
+    expect_same<2, 128, 128, false>("small:sink=5,window=40", 430, 10, 2, 0, parts);
+  }
+  expect_same<3, 64, 64, false>("balanced:sink=5,window=40", 700, 30, 2, 200, 3);
+}
+
+}  // namespace
+}  // namespace kvant::cuda
