@@ -14,8 +14,13 @@ requires(C::cells) struct PageTiles<C, Engine> {
   // fresh: the page's keys are not in `raw` yet.
   static __device__ __forceinline__ void fetch(const DecodeArgs& args, std::uint8_t* raw, const std::uint8_t* page,
                                                int half, bool fresh) {
-    copy_async<C>(raw, page + args.key_bytes + half * C::value.half_bytes(), C::value.half_bytes());
-    if (fresh) copy_async<C>(raw + C::raw_bytes, page, args.key_bytes);
+    copy_async<C, C::value.half_bytes()>(raw, page + args.key_bytes + half * C::value.half_bytes());
+    if (!fresh) return;
+    const std::uint32_t to = ptx::shared_address(raw + C::raw_bytes);
+#pragma unroll 1  // two or three rounds
+    for (int i = static_cast<int>(threadIdx.x) * 16; i < args.key_bytes; i += C::threads * 16) {
+      ptx::async_copy16(to + static_cast<std::uint32_t>(i), page + i);
+    }
   }
 
   static __device__ __forceinline__ void unpack(const DecodeArgs& /*args*/, const std::uint8_t* raw, int half,
@@ -52,18 +57,20 @@ requires(C::cells) struct PageTiles<C, Engine> {
     }
   }
 
-  // Codes of four `at` of the page as in SortedRuns::rate: those of even width doubled. Word 2p + e: tokens 16 p + 8 e
-  // + g of the half, a byte per channel.
-  static __device__ __forceinline__ void load_codes(const SortedRuns& runs, const std::uint8_t* plane, int half, int at,
-                                                    int g, std::uint32_t (&codes)[8]) {
+  // Codes of four `at` of the page; those of even width are doubled, so that planes have one place each. Word 2p + e:
+  // tokens 16 p + 8 e + g of the half, a byte per channel. Returns the largest code of the width.
+  static __device__ __forceinline__ int load_codes(const SortedRuns& runs, const std::uint8_t* plane, int half, int at,
+                                                   int g, std::uint32_t (&codes)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) codes[j] = 0;
+    int largest = 0;
     const int fours = runs.six + runs.four + runs.five;
     if (at < fours) {
       const uint4 w =
           *reinterpret_cast<const uint4*>(plane + at * (4 * kFourBytes) + half * 128 + (g ^ ((at & 3) << 1)) * 16);
       join<4, 1, 0x1E1E1E1EU, 0, 2>(w.x, w.y, codes);
       join<4, 1, 0x1E1E1E1EU, 2, 2>(w.z, w.w, codes);
+      largest += 0x1E;
     }
     plane += fours * (4 * kFourBytes);
     const int ones = runs.five + runs.one + runs.three;
@@ -71,6 +78,7 @@ requires(C::cells) struct PageTiles<C, Engine> {
     if (one >= 0 && one < ones) {
       const uint2 w = *reinterpret_cast<const uint2*>(plane + one * kFourBytes + (g ^ ((one & 2) << 1)) * 8);
       join<1, 0, 0x01010101U, 0, 4>(w.x >> (4 * half), w.y >> (4 * half), codes);
+      largest += 1;
     }
     plane += ones * kFourBytes;
     const int two = at - (fours + runs.one);
@@ -78,13 +86,16 @@ requires(C::cells) struct PageTiles<C, Engine> {
       const uint2 w =
           *reinterpret_cast<const uint2*>(plane + two * (2 * kFourBytes) + (g ^ ((two & 3) << 1)) * 16 + 8 * half);
       join<2, 1, 0x06060606U, 0, 4>(w.x, w.y, codes);
+      largest += 6;
     }
     if (at < runs.six) {
       plane += (runs.three + runs.two) * (2 * kFourBytes);
       const uint2 w =
           *reinterpret_cast<const uint2*>(plane + at * (2 * kFourBytes) + (g ^ ((at & 3) << 1)) * 16 + 8 * half);
       join<2, 5, 0x60606060U, 0, 4>(w.x, w.y, codes);
+      largest += 0x60;
     }
+    return largest;
   }
 
   static __device__ __forceinline__ void unpack_keys(const std::uint8_t* tile, int half, int first,
@@ -95,10 +106,11 @@ requires(C::cells) struct PageTiles<C, Engine> {
     const int at = first + lane / 8;
     const SortedRuns runs(tile + C::key.counts_offset());
     std::uint32_t codes[8];
-    load_codes(runs, tile + C::key.codes_offset(), half, at, g, codes);
+    const int largest = load_codes(runs, tile + C::key.codes_offset(), half, at, g, codes);
+    const ByteRaiser bytes;
+    const float rate = ptx::reciprocal(static_cast<float>(largest));
     const uint4 ends = *reinterpret_cast<const uint4*>(tile + at * 16);
     const auto channels = *reinterpret_cast<const std::uint32_t*>(tile + C::key.index_offset() + at * kFour);
-    const float rate = runs.rate(at);
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
       const float2 mins = ptx::widen2<C::bfloat>(i < 2 ? ends.x : ends.y);
@@ -109,8 +121,8 @@ requires(C::cells) struct PageTiles<C, Engine> {
       std::uint32_t cell[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        cell[j] = ptx::narrow2<C::bfloat>(fmaf(raised_byte(codes[2 * j], i), step, low),
-                                          fmaf(raised_byte(codes[2 * j + 1], i), step, low));
+        cell[j] = ptx::narrow2<C::bfloat>(fmaf(bytes.raise(codes[2 * j], i), step, low),
+                                          fmaf(bytes.raise(codes[2 * j + 1], i), step, low));
       }
       const int channel = static_cast<int>(channels >> (8 * i) & 0xFFU);
       *reinterpret_cast<uint4*>(cell_at<C::key.dim>(keys, g, channel)) = {cell[0], cell[1], cell[2], cell[3]};

@@ -49,10 +49,16 @@ struct PrefillConfig {
   static constexpr int shared_bytes = rank_offset + (key.high_steps > 0 ? warps * key.dim : 0);
 };
 
-// 128 + code of a byte below 128: it becomes the highest bits of the mantissa.
-__device__ __forceinline__ float raised_byte(std::uint32_t codes, int byte) {
-  return __uint_as_float(__byte_perm(codes, 0x43000000U, 0x7044U | static_cast<unsigned>(byte) << 8));
-}
+// Bytes below 128 as floats: 128 + code, the byte as the highest bits of the mantissa of 128.
+class ByteRaiser {
+ public:
+  __device__ __forceinline__ float raise(std::uint32_t codes, int byte) const {
+    return __uint_as_float(__byte_perm(codes, base_, 0x7044U | static_cast<unsigned>(byte) << 8));
+  }
+
+ private:
+  std::uint32_t base_ = ptx::hidden_constant<0x43000000U>();
+};
 
 // Turn the four codes of a word into two pairs of 16-bit floats: low + code * step, with a low and a step per byte.
 // Interleaved: bytes 0 and 2 make the first pair, else bytes 0 and 1.
@@ -76,8 +82,8 @@ class WideDequantizer {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = fmaf(raised_byte(codes >> shift, i), step_[i], low_[i]);
-      if constexpr (WithHigh) x[i] = fmaf(raised_byte(high >> shift, i), 4 * step_[i], x[i]);
+      x[i] = fmaf(bytes_.raise(codes >> shift, i), step_[i], low_[i]);
+      if constexpr (WithHigh) x[i] = fmaf(bytes_.raise(high >> shift, i), 4 * step_[i], x[i]);
     }
     return {ptx::narrow2<Bfloat>(x[0], x[Interleaved ? 2 : 1]), ptx::narrow2<Bfloat>(x[Interleaved ? 1 : 2], x[3])};
   }
@@ -86,6 +92,7 @@ class WideDequantizer {
   }
 
  private:
+  ByteRaiser bytes_;
   float low_[4], step_[4];
 };
 
@@ -156,11 +163,16 @@ struct ValueGrid {
   }
 };
 
-template <class C>
-__device__ __forceinline__ void copy_async(std::uint8_t* to, const std::uint8_t* from, int bytes) {
-  const std::uint32_t address = ptx::shared_address(to);
-  for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16) {
-    ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+// A multiple of 16 bytes.
+template <class C, int Bytes>
+__device__ __forceinline__ void copy_async(std::uint8_t* to, const std::uint8_t* from) {
+  constexpr int all = C::threads * 16;
+  const int mine = static_cast<int>(threadIdx.x) * 16;
+  const std::uint32_t address = ptx::shared_address(to + mine);
+#pragma unroll
+  for (int i = 0; i < Bytes; i += all) {
+    if (i + all <= Bytes || mine < Bytes - i)
+      ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + mine + i);
   }
 }
 
@@ -174,9 +186,9 @@ struct PageTiles {
                                                int half, bool /*fresh*/) {
     constexpr int head = C::key.codes_offset();
     constexpr int codes = C::key.half_codes_bytes();
-    copy_async<C>(raw, page, head);
-    copy_async<C>(raw + head, page + head + half * codes, codes);
-    copy_async<C>(raw + C::raw_key_bytes, page + C::key.bytes() + half * C::value.half_bytes(), C::value.half_bytes());
+    copy_async<C, head>(raw, page);
+    copy_async<C, codes>(raw + head, page + head + half * codes);
+    copy_async<C, C::value.half_bytes()>(raw + C::raw_key_bytes, page + C::key.bytes() + half * C::value.half_bytes());
   }
 
   // ranks: room for key.dim bytes of this warp, where channels have a second plane.

@@ -74,6 +74,13 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const uint4& a, std::uin
   }
 }
 
+// Value, but the compiler does not know: it keeps a register, where an instruction has room for one constant only and
+// it would move another one into place before each.
+template <std::uint32_t Value>
+__device__ __forceinline__ std::uint32_t hidden_constant() {
+  return threadIdx.x < blockDim.x ? Value : 0;
+}
+
 // Four 8x8 matrices of 16-bit elements from shared memory: lane 8 m + r gives the address of row r of matrix m and gets
 // elements 2t and 2t + 1 of row g of each; with Transposed, of column g.
 template <bool Transposed>

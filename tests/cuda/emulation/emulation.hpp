@@ -33,7 +33,7 @@ struct Index3 {
   unsigned x = 0, y = 0, z = 0;
 };
 inline thread_local Index3 threadIdx, blockIdx;
-inline Index3 gridDim;
+inline Index3 gridDim, blockDim;
 
 struct float2 {
   float x, y;
@@ -86,6 +86,7 @@ auto exchange(T x, const Use& use) {
 template <class Kernel>
 void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel) {
   gridDim = {static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y), 1};
+  blockDim = {static_cast<unsigned>(threads), 1, 1};
   for (unsigned y = 0; y < gridDim.y; ++y) {
     for (unsigned x = 0; x < gridDim.x; ++x) {
       warps.clear();

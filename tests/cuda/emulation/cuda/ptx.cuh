@@ -82,6 +82,11 @@ void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_
 void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 
+template <std::uint32_t Value>
+std::uint32_t hidden_constant() {
+  return Value;
+}
+
 // Four 8x8 matrices in shared memory, a row per lane.
 template <bool Transposed>
 uint4 load_matrices(std::uint32_t row) {
