@@ -26,7 +26,7 @@ requires(C::cells) struct PageTiles<C, Engine> {
   static __device__ __forceinline__ void unpack(const DecodeArgs& /*args*/, const std::uint8_t* raw, int half,
                                                 std::uint8_t* keys, std::uint8_t* values, std::uint8_t* /*ranks*/) {
     constexpr int key_jobs = C::key.dim / kFour / kFoursAtOnce;
-    constexpr int jobs = key_jobs + C::value_tiles / 2 * 2;
+    constexpr int jobs = key_jobs + C::value_tiles;  // a pair of row tiles and one of the two steps each
     const int warp = static_cast<int>(threadIdx.x) / 32;
     for (int job = warp; job < jobs; job += C::warps) {
       if (job < key_jobs) {
