@@ -27,7 +27,8 @@ struct PrefillKernel {
   bool keys_on_top = false;  // a page's keys have a size of their own, which comes on top of shared_bytes
 
   std::size_t shared(int key_bytes) const {
-    return static_cast<std::size_t>(shared_bytes + (keys_on_top ? key_bytes : 0));
+    const int bytes = shared_bytes + (keys_on_top ? key_bytes : 0);
+    return static_cast<std::size_t>(bytes);
   }
 };
 

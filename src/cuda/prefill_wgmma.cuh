@@ -150,7 +150,8 @@ struct WgmmaEngine {
     }
   }
 
-  static __device__ __forceinline__ void multiply_keys(std::uint8_t* shared, Scores<C>& s) {
+  static __device__ __forceinline__ void multiply_keys([[maybe_unused]] std::uint8_t* shared,
+                                                       [[maybe_unused]] Scores<C>& s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int depth_stride = C::cells ? kCore : kCore * kStageTokens / 8;
     const std::uint64_t q =
@@ -171,8 +172,9 @@ struct WgmmaEngine {
 #endif
   }
 
-  static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
-                                                         PrefillState<C>& state) {
+  static __device__ __forceinline__ void multiply_values([[maybe_unused]] std::uint8_t* shared,
+                                                         [[maybe_unused]] const Scores<C>& s,
+                                                         [[maybe_unused]] PrefillState<C>& state) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int depth_stride = C::cells ? cell_stride(C::value.dim) : kCore * C::value.dim / 8;
     constexpr int columns = C::value.dim % 128 == 0 ? 128 : C::value.dim % 64 == 0 ? 64 : 32;

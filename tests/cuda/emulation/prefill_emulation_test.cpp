@@ -55,7 +55,7 @@ class Problem {
     keys_ = random_rows(random, shape_.dtype, length, C::key.dim, 0.3F);
     values_ = random_rows(random, shape_.dtype, length, C::value.dim, 0);
     queries_ = random_rows(random, shape_.dtype, rows * group, C::key.dim, 0);
-    out_.resize(static_cast<std::size_t>(rows * group * C::value.dim));
+    out_.resize(static_cast<std::size_t>(rows * group) * C::value.dim);
     cache_.append(dense_view(keys_.data(), shape_.dtype, length, 1, C::key.dim),
                   dense_view(values_.data(), shape_.dtype, length, 1, C::value.dim));
     seal();
@@ -89,7 +89,7 @@ class Problem {
     const std::int32_t none = 0;
     const ReferenceArgs layout{&none, &coded_, &sinks_};
     const int blocks = (rows_ * group_ + C::vectors - 1) / C::vectors;
-    partials_.assign(static_cast<std::size_t>(blocks * parts * C::vectors * (C::value.dim + 2)), NAN);
+    partials_.assign(static_cast<std::size_t>(blocks * parts) * C::vectors * (C::value.dim + 2), NAN);
     args.partials = partials_.data();
     std::memset(shared, kPoison, sizeof shared);
     // The grid's third dimension is the part.
@@ -115,7 +115,7 @@ class Problem {
     double norm = 0;
     for (int vector = 0; vector < rows_ * group_; ++vector) {
       for (int c = 0; c < C::value.dim; ++c) {
-        const std::size_t at = static_cast<std::size_t>(vector * C::value.dim + c);
+        const auto at = static_cast<std::size_t>(vector) * C::value.dim + static_cast<std::size_t>(c);
         const double got = parts == 1 ? base::load_float(out_.data(), shape_.dtype, static_cast<std::int64_t>(at))
                                       : merged(vector, c, parts);
         difference += (got - want[at]) * (got - want[at]);
@@ -139,7 +139,7 @@ class Problem {
                 std::span(pages_).subspan(static_cast<std::size_t>(page) * format_.head_bytes(), format_.head_bytes()));
     }
     exact_.assign(static_cast<std::size_t>((length_ - coded_ * kPage) / kPage + 2) * C::exact.page_bytes(), 0);
-    constexpr ExactFormat exact = C::exact;
+    const ExactFormat exact = C::exact;
     const auto put = [&](int token, int page, int in_page) {
       std::uint8_t* to = exact_.data() + static_cast<std::size_t>(page) * C::exact.page_bytes();
       for (int c = 0; c < C::key.dim; ++c)
@@ -156,7 +156,7 @@ class Problem {
 
   // What merge_parts_kernel makes of the parts' results.
   double merged(int vector, int channel, int parts) const {
-    constexpr int stride = C::value.dim + 2;
+    const int stride = C::value.dim + 2;
     const float* first = partials_.data() + (vector / C::vectors * parts * C::vectors + vector % C::vectors) * stride;
     double peak = -INFINITY;
     for (int part = 0; part < parts; ++part) {
