@@ -6,7 +6,7 @@
 
 #include "cuda/block_scores.cuh"
 #include "cuda/decode_merge.cuh"
-#include "cuda/reference.hpp"
+#include "cuda/prefill_stages.cuh"
 
 namespace kvant::cuda {
 
@@ -297,14 +297,6 @@ class BlockWarp : public BlockScores<C> {
   float largest_end_ = 0;  // magnitude of the ends of the page's value grids, of this lane's places
 };
 
-// This part's share [begin, end) of `count` things.
-struct Share {
-  int begin, end;
-  __device__ Share(int count, int part, int parts)
-      : begin(static_cast<int>(static_cast<std::int64_t>(count) * part / parts)),
-        end(static_cast<int>(static_cast<std::int64_t>(count) * (part + 1) / parts)) {}
-};
-
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
@@ -314,12 +306,9 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
                         int parts, const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int part = static_cast<int>(blockIdx.z) % parts;
   const Lane lane;
-  Segment segment;
-  segment.sequence = static_cast<int>(blockIdx.z) / parts;
-  segment.kv_head = static_cast<int>(blockIdx.y);
-  segment.vector0 = static_cast<int>(blockIdx.x) * C::vectors;
+  const VectorBlock block(args, C::vectors, parts);
+  Segment segment = block.segment;
   segment.coded_end = layout.coded_pages[segment.sequence];
   segment.sinks = layout.sinks[segment.sequence];
 
@@ -332,15 +321,11 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
 
   WarpState<C> state;
   state.reset();
-  const int before = args.lengths[segment.sequence] - args.rows + 1;
-  state.last[0] = before + (segment.vector0 + lane.t) / args.group;
+  state.last[0] = block.row_end(args, lane.t);
   state.first[0] = args.window > 0 ? max(0, state.last[0] - args.window) : 0;
-  // What any of the vectors sees.
-  const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
-  const int begin = args.window > 0 ? max(0, before + segment.vector0 / args.group - args.window) : 0;
-  const int first_page = max(layout.first_page[segment.sequence], begin / kPage);
-  const int page_count = max(0, min(segment.coded_end, (most + kPage - 1) / kPage) - first_page);
-  const Share pages(page_count, part, parts);
+  const int first_page = max(layout.first_page[segment.sequence], block.begin / kPage);
+  const int page_count = max(0, min(segment.coded_end, (block.most + kPage - 1) / kPage) - first_page);
+  const Share pages(page_count, block.part, parts);
 
   BlockWarp<C> worker(args, format, segment, shared);
   const std::int32_t* table = args.table + segment.sequence * args.table_stride + first_page;
@@ -360,8 +345,8 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
   worker.finish(state);
 
   const int sink_tiles = (segment.sinks + kTile - 1) / kTile;
-  const int tail_tiles = max(0, (most - segment.coded_end * kPage + kTile - 1) / kTile);
-  const Share tiles(sink_tiles + tail_tiles, part, parts);
+  const int tail_tiles = max(0, (block.most - segment.coded_end * kPage + kTile - 1) / kTile);
+  const Share tiles(sink_tiles + tail_tiles, block.part, parts);
   for (int i = tiles.begin + warp; i < tiles.end; i += C::warps) {
     const ExactTile tile = exact_tile<C>(args, segment, segment.coded_end + i);
     if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
@@ -372,9 +357,7 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
   __syncthreads();
   const auto* outputs = reinterpret_cast<const float*>(shared + C::merge_offset);
   const auto* states = reinterpret_cast<const float2*>(shared + C::state_offset);
-  const auto item =
-      (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + blockIdx.x;
-  float* partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
+  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   const int live = min(C::vectors, args.rows * args.group - segment.vector0);
   for (int i = static_cast<int>(threadIdx.x); i < live * C::value.dim; i += C::threads) {
     const int vector = i / C::value.dim;

@@ -98,46 +98,6 @@ __device__ __forceinline__ void hide_places(const DecodeArgs& args, const Stage&
   }
 }
 
-// Outputs of rotated values to those of plain ones: the Hadamard transform of each block of `rotation` channels, whose
-// number is 8n + 2t + i. Pages hold the transform divided by the block, so this one needs no factor.
-template <class C>
-__device__ void turn_back(PrefillState<C>& state, int rotation) {
-  const int t = static_cast<int>(threadIdx.x) % 4;
-#pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::value_tiles * 2; ++n) {
-      float(&o)[4] = state.o[m][n];
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const float difference = o[e] - o[e + 1];
-        o[e] += o[e + 1];
-        o[e + 1] = difference;
-      }
-#pragma unroll
-      for (int bit = 1; bit < 4; bit *= 2) {
-        const float sign = (t & bit) != 0 ? -1.0F : 1.0F;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] = fmaf(sign, o[e], __shfl_xor_sync(0xFFFFFFFFU, o[e], bit));
-      }
-    }
-#pragma unroll
-    for (int span = 1; span < C::value_tiles * 2; span *= 2) {
-      if (span >= rotation / 8) break;
-#pragma unroll
-      for (int n = 0; n < C::value_tiles * 2; ++n) {
-        if ((n & span) != 0 || n + span >= C::value_tiles * 2) continue;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float difference = state.o[m][n][e] - state.o[m][n + span][e];
-          state.o[m][n][e] += state.o[m][n + span][e];
-          state.o[m][n + span][e] = difference;
-        }
-      }
-    }
-  }
-}
-
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
@@ -149,31 +109,18 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const ExactFormat exact{format.key.depth, C::value.dim};
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
-  // Later rows see more: they start first.
-  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  const int part = static_cast<int>(blockIdx.z) % parts;
-  Segment segment;
-  segment.sequence = static_cast<int>(blockIdx.z) / parts;
-  segment.kv_head = static_cast<int>(blockIdx.y);
-  segment.vector0 = block * C::vectors;
-
-  // Row r sees positions before length - rows + r + 1.
-  const int before = args.lengths[segment.sequence] - args.rows + 1;
-  const int fewest = before + segment.vector0 / args.group;
-  const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
-  const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
+  const VectorBlock block(args, C::vectors, parts);
+  const Segment& segment = block.segment;
   const StageList stages(args, layout,
-                         {format.head_bytes, exact.page_bytes(), exact.tile_bytes(), format.tokens_offset >= 0},
-                         segment.sequence, segment.kv_head, begin, max(0, most));
-  const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
-  const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
+                         {format.head_bytes, exact.page_bytes(), exact.tile_bytes(), format.tokens_offset >= 0}, block);
+  const Share share(stages.count(), block.part, parts);
 
   PrefillState<C> state;
   state.reset();
 #pragma unroll
   for (int m = 0; m < C::m_tiles; ++m) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) state.last[m][e] = before + (segment.vector0 + vector_of<C>(m, e)) / args.group;
+    for (int e = 0; e < 2; ++e) state.last[m][e] = block.row_end(args, vector_of<C>(m, e));
   }
   load_block_queries<C>(args, segment, key_tiles, shared);
   const std::uint8_t* queries = shared + warp * C::m_tiles * key_tiles * kQuadBytes;
@@ -185,13 +132,13 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const std::uint8_t* fetched = nullptr;
   bool rotated = false;  // outputs so far
   Stage next;
-  if (from < to) next = stages.get(from);
+  if (share.begin < share.end) next = stages.get(share.begin);
   const auto fetch = [&] {
     if (next.coded && next.data != fetched) page.fetch(next.data);
     ptx::async_commit();
   };
   fetch();
-  for (int i = from; i < to; ++i) {
+  for (int i = share.begin; i < share.end; ++i) {
     const Stage stage = next;
     const int half = stage.position / kStageTokens % 2;
     ptx::async_wait<0>();
@@ -209,48 +156,32 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       }
       rotated = format.value.rotation > 1;
     } else {
-      if (rotated) turn_back<C>(state, format.value.rotation);
+      if (rotated) unrotate<C>(state, format.value.rotation);
       rotated = false;
       copy_block_exact<C>(stage.data, exact, shared + at.keys, shared + at.values);
     }
     __syncthreads();
-    if (i + 1 < to) {
+    if (i + 1 < share.end) {
       next = stages.get(i + 1);
       fetch();
     }
 
     Scores<C> s;
     multiply_block_keys<C>(queries, shared + at.keys, key_tiles, s);
-    if (rescale) {
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kStageTiles * 2; ++n) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            s[m][n][k] *= scale;
-            if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
-          }
-        }
-      }
-    }
+    if (rescale) scale_scores<C>(args, scale, s);
     const std::uint8_t* tokens =
         stage.coded && page.tokens() != nullptr ? page.tokens() + half * kStageTokens : nullptr;
     const int low = tokens != nullptr ? stage.position & -kPage : stage.position;
     const int high = low + (tokens != nullptr ? kPage : kStageTokens);
-    const bool whole =
-        high <= min(fewest, stage.end) && low >= stage.first && (args.window == 0 || low >= most - args.window);
+    const bool whole = high <= min(block.fewest, stage.end) && low >= stage.first &&
+                       (args.window == 0 || low >= block.most - args.window);
     if (!whole) hide_places<C>(args, stage, tokens, state, s);
     soften<C>(state, s, rescale ? 1.0F : scale);
     multiply_value_tiles<C>(shared + at.values, s, state);
   }
-  if (rotated) turn_back<C>(state, format.value.rotation);
+  if (rotated) unrotate<C>(state, format.value.rotation);
 
-  float* partial = nullptr;
-  if (parts > 1) {
-    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block;
-    partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
-  }
+  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   store_vectors<C>(args, segment, state, partial);
 }
 

@@ -26,31 +26,18 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   std::uint8_t* values = shared + C::values_offset;
   std::uint8_t* raw = shared + C::raw_offset;
 
-  // Later rows see more: they start first.
-  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  const int part = static_cast<int>(blockIdx.z) % parts;
-  Segment segment;
-  segment.sequence = static_cast<int>(blockIdx.z) / parts;
-  segment.kv_head = static_cast<int>(blockIdx.y);
-  segment.vector0 = block * C::vectors;
-
-  // Row r sees positions before length - rows + r + 1.
-  const int before = args.lengths[segment.sequence] - args.rows + 1;
-  const int fewest = before + segment.vector0 / args.group;
-  const int most = before + min(args.rows - 1, (segment.vector0 + C::vectors - 1) / args.group);
-  const int begin = args.window > 0 ? max(0, fewest - args.window) : 0;
+  const VectorBlock block(args, C::vectors, parts);
+  const Segment& segment = block.segment;
   const StageList stages(args, layout,
-                         {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()},
-                         segment.sequence, segment.kv_head, begin, max(0, most));
-  const int from = static_cast<int>(static_cast<std::int64_t>(stages.count()) * part / parts);
-  const int to = static_cast<int>(static_cast<std::int64_t>(stages.count()) * (part + 1) / parts);
+                         {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);
+  const Share share(stages.count(), block.part, parts);
 
   PrefillState<C> state;
   state.reset();
 #pragma unroll
   for (int m = 0; m < C::m_tiles; ++m) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) state.last[m][e] = before + (segment.vector0 + vector_of<C>(m, e)) / args.group;
+    for (int e = 0; e < 2; ++e) state.last[m][e] = block.row_end(args, vector_of<C>(m, e));
   }
   Engine::load_queries(args, segment, shared);
 
@@ -58,7 +45,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const float scale = args.scale * kLog2e;
   const bool rescale = args.softcap > 0 || !(scale > 0);
   Stage next;
-  if (from < to) next = stages.get(from);
+  if (share.begin < share.end) next = stages.get(share.begin);
   const auto fetch = [&](bool first) {
     const int half = next.position / kStageTokens % 2;
     if (next.coded) Pages::fetch(args, raw, next.data, half, first || half == 0);
@@ -67,9 +54,9 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   fetch(true);
   // Coded stages, then exact ones: two turns of one loop, for in a branch inside of it the transform costs registers
   // that the matrix instructions need.
-  int i = from;
+  int i = share.begin;
 #pragma unroll 1
-  for (int end = C::rotation > 1 ? min(to, stages.coded()) : to;; end = to) {
+  for (int end = C::rotation > 1 ? min(share.end, stages.coded()) : share.end;; end = share.end) {
     for (; i < end; ++i) {
       const Stage stage = next;
       ptx::async_wait<0>();
@@ -82,7 +69,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       }
       Engine::publish_tiles();
       __syncthreads();
-      if (i + 1 < to) {
+      if (i + 1 < share.end) {
         next = stages.get(i + 1);
         fetch(false);
       }
@@ -90,21 +77,18 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       Scores<C> s;
       Engine::multiply_keys(shared, s);
       if (rescale) scale_scores<C>(args, scale, s);
-      const bool whole = stage.position + kStageTokens <= min(fewest, stage.end) && stage.position >= stage.first &&
-                         (args.window == 0 || stage.position >= most - args.window);
+      const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
+                         stage.position >= stage.first &&
+                         (args.window == 0 || stage.position >= block.most - args.window);
       if (!whole) hide_tokens<C>(args, stage, state, s);
       soften<C>(state, s, rescale ? 1.0F : scale);
       Engine::multiply_values(shared, s, state);
     }
-    if (C::rotation > 1 && from < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
-    if (i >= to) break;
+    if (C::rotation > 1 && share.begin < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
+    if (i >= share.end) break;
   }
 
-  float* partial = nullptr;
-  if (parts > 1) {
-    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block;
-    partial = args.partials + (item * parts + part) * C::vectors * (C::value.dim + 2);
-  }
+  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   store_vectors<C>(args, segment, state, partial);
 }
 

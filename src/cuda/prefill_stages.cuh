@@ -1,4 +1,4 @@
-// The tokens that a block of query vectors sees, cut into stages of 64.
+// A block of query vectors, and the tokens that it sees, cut into stages of 64.
 #pragma once
 
 #include <climits>
@@ -27,15 +27,59 @@ struct StageSizes {
   bool ordered = false;  // tokens of a page lie in an order of its own: its halves are no runs of positions
 };
 
+// This part's share [begin, end) of `count` things.
+struct Share {
+  int begin, end;
+  __device__ Share(int count, int part, int parts)
+      : begin(static_cast<int>(static_cast<std::int64_t>(count) * part / parts)),
+        end(static_cast<int>(static_cast<std::int64_t>(count) * (part + 1) / parts)) {}
+};
+
+// The `vectors` query vectors of a thread block. Grid: (blocks of vectors, KV heads, sequences * parts).
+struct VectorBlock {
+  Segment segment;
+  int part, parts;
+  int before;  // row r sees positions before before + r
+  int fewest;  // positions that the first of its rows sees
+  int most;    // and the last one
+  int begin;   // the first position that any of them sees
+
+  __device__ VectorBlock(const DecodeArgs& args, int vectors, int part_count) : parts(part_count) {
+    part = static_cast<int>(blockIdx.z) % parts;
+    segment.sequence = static_cast<int>(blockIdx.z) / parts;
+    segment.kv_head = static_cast<int>(blockIdx.y);
+    segment.vector0 = block() * vectors;
+    before = args.lengths[segment.sequence] - args.rows + 1;
+    fewest = row_end(args, 0);
+    most = before + min(args.rows - 1, (segment.vector0 + vectors - 1) / args.group);
+    begin = args.window > 0 ? max(0, fewest - args.window) : 0;
+  }
+  // The row of vector i of the block sees positions before this.
+  __device__ int row_end(const DecodeArgs& args, int i) const { return before + (segment.vector0 + i) / args.group; }
+  // Where this part's results go unfinished, `floats` of them.
+  __device__ float* partial(const DecodeArgs& args, int floats) const {
+    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block();
+    return args.partials + (item * parts + part) * floats;
+  }
+
+ private:
+  // Later rows see more: they start first.
+  static __device__ int block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
+};
+
 // Coded half pages, then sinks, then the open tail.
 class StageList {
  public:
-  // Tokens [begin, end) are what any vector of the block sees.
-  __device__ StageList(const DecodeArgs& args, const ReferenceArgs& layout, const StageSizes& sizes, int sequence,
-                       int head, int begin, int end)
+  // What any vector of the block sees.
+  __device__ StageList(const DecodeArgs& args, const ReferenceArgs& layout, const StageSizes& sizes,
+                       const VectorBlock& block)
       : args_(args),
-        table_(args.table + sequence * args.table_stride),
-        exact_table_(args.exact_table + sequence * args.exact_table_stride) {
+        table_(args.table + block.segment.sequence * args.table_stride),
+        exact_table_(args.exact_table + block.segment.sequence * args.exact_table_stride) {
+    const int sequence = block.segment.sequence;
+    const int head = block.segment.kv_head;
+    const int begin = block.begin;
+    const int end = max(0, block.most);
     const int coded = layout.coded_pages[sequence];
     sinks_ = layout.sinks[sequence];
     tail_begin_ = coded * kPage;
