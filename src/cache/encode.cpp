@@ -169,20 +169,6 @@ class AnyCoder {
   std::optional<TableCoder> table_;
 };
 
-// The calibrated range of a key channel in the cache's type, as all endpoints are; empty where there is none.
-Endpoints given_range(DType dtype, const TileView& view, int channel) {
-  const TileLayout& tile = *view.tile;
-  if (tile.range_min.empty()) return {};
-  const auto at = static_cast<std::size_t>(std::ptrdiff_t{view.head} * tile.depth + channel);
-  const float limit = base::largest_stored(dtype);
-  const auto stored = [&](float x) {
-    std::array<std::byte, sizeof(float)> bytes{};
-    base::store_float(bytes.data(), dtype, 0, std::clamp(x, -limit, limit));
-    return base::load_float(bytes.data(), dtype, 0) + 0.0F;  // no minus zero
-  };
-  return {stored(tile.range_min[at]), stored(tile.range_max[at])};
-}
-
 // Codes of all channels on grids that are there, each with the errors of those before it fed back.
 void code_with_feedback(const TileView& view, const KeyRows& rows, const float* moment,
                         const std::vector<std::uint16_t>& order, const std::vector<int>& levels,
@@ -234,7 +220,7 @@ void code_keys(DType dtype, const TileView& view, const KeyRows& rows, const flo
   for (int i = 0; i < tile.depth && rows.count() > 0; ++i) {
     const auto at = static_cast<std::size_t>(i);
     endpoints[at] = coder.code(rows.channel(order[at]), rows.count(), levels[at], whole ? codes.row(i) : dense.data(),
-                               given_range(dtype, view, order[at]));
+                               given_range(dtype, tile, view.head, order[at]));
     if (tile.outliers.per_end > 0) {
       std::vector<TableCoder::Outlier> outliers = coder.outliers();
       for (TableCoder::Outlier& outlier : outliers) outlier.index = rows.kept[static_cast<std::size_t>(outlier.index)];

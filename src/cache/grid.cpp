@@ -32,7 +32,7 @@ void RowCoder::code_on(const float* x, int n, int levels, Endpoints grid, std::u
 Endpoints RowCoder::range(const float* x, int n) const {
   Endpoints range;
   kernels().min_max(x, n, &range.min, &range.max);
-  return {stored(range.min), stored(range.max)};
+  return {stored(range.min) + 0.0F, stored(range.max) + 0.0F};  // which zero min_max finds depends on the registers
 }
 
 Endpoints RowCoder::code(const float* x, int n, int levels, std::uint8_t* codes) {

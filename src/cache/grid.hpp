@@ -24,7 +24,7 @@ class RowCoder {
 
   // Writes codes 0..levels of x[0..n), n >= 1, and returns the endpoints, which are values of the cache's type.
   Endpoints code(const float* x, int n, int levels, std::uint8_t* codes);
-  // Smallest and largest of x[0..n) as the cache stores them.
+  // Smallest and largest of x[0..n) as the cache stores them; a zero is plus zero.
   Endpoints range(const float* x, int n) const;
   // Codes on a grid of stored endpoints.
   void code_on(const float* x, int n, int levels, Endpoints grid, std::uint8_t* codes) const;

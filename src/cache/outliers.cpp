@@ -39,17 +39,33 @@ int middle_code(const TileLayout& tile) {
   return level_count(tile) / 2;
 }
 
-TableCoder::TableCoder(const TileLayout& tile, bool ends)
-    : per_end_(tile.outliers.per_end), middle_(ends ? -1 : middle_code(tile)) {
+std::array<std::uint8_t, kTableSteps + 1> nearest_codes(const TileLayout& tile) {
   const int levels = level_count(tile);
   const std::vector<std::uint8_t>& table = tile.coding_table.empty() ? tile.table : tile.coding_table;
+  std::array<std::uint8_t, kTableSteps + 1> nearest{};
   int code = 0;
   for (int step = 0; step <= kTableSteps; ++step) {
     const auto distance = [&](int c) { return std::abs(step - table[static_cast<std::size_t>(c)]); };
     while (code + 1 < levels && distance(code + 1) <= distance(code)) ++code;
-    nearest_[static_cast<std::size_t>(step)] = static_cast<std::uint8_t>(code);
+    nearest[static_cast<std::size_t>(step)] = static_cast<std::uint8_t>(code);
   }
+  return nearest;
 }
+
+Endpoints given_range(DType dtype, const TileLayout& tile, int head, int channel) {
+  if (tile.range_min.empty()) return {};
+  const auto at = static_cast<std::size_t>(std::ptrdiff_t{head} * tile.depth + channel);
+  const float limit = base::largest_stored(dtype);
+  const auto stored = [&](float x) {
+    std::array<std::byte, sizeof(float)> bytes{};
+    base::store_float(bytes.data(), dtype, 0, std::clamp(x, -limit, limit));
+    return base::load_float(bytes.data(), dtype, 0) + 0.0F;  // no minus zero
+  };
+  return {stored(tile.range_min[at]), stored(tile.range_max[at])};
+}
+
+TableCoder::TableCoder(const TileLayout& tile, bool ends)
+    : per_end_(tile.outliers.per_end), middle_(ends ? -1 : middle_code(tile)), nearest_(nearest_codes(tile)) {}
 
 Endpoints TableCoder::inner_range(const float* x, int n) {
   const int outside = std::min(per_end_, (n - 1) / 2);

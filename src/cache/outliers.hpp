@@ -37,7 +37,7 @@ class TableCoder {
 
   int per_end_;
   int middle_;  // code of outliers; negative: the end's
-  std::array<std::uint8_t, kTableSteps + 1> nearest_{};
+  std::array<std::uint8_t, kTableSteps + 1> nearest_;
   std::vector<float> largest_;   // of the row so far, descending
   std::vector<float> smallest_;  // ascending
   std::vector<Outlier> outliers_;
@@ -45,6 +45,12 @@ class TableCoder {
 
 // The code whose level stands for an outlier of a value tile: the upper one of the two in the middle.
 int middle_code(const TileLayout& tile);
+
+// The code of each step of the grid: that of the nearest level, the upper one of two.
+std::array<std::uint8_t, kTableSteps + 1> nearest_codes(const TileLayout& tile);
+
+// The calibrated range of a key channel in the cache's type, as all endpoints are; empty where there is none.
+Endpoints given_range(DType dtype, const TileLayout& tile, int head, int channel);
 
 // Writes the slots of key channel `depth`: rows ascending, then unused ones.
 void store_key_outliers(const TileLayout& tile, DType dtype, int depth, float max,

@@ -30,7 +30,8 @@ __device__ __forceinline__ void row_codes(const float (&x)[4], const Grid& grid,
     rest = fmaxf(rest, fabsf(place - (rounded - kRowMagic)));
     codes[i] = __float_as_uint(rounded);
   }
-  // The place is right to 3e-5: at most 63 levels, each of inverse, difference and product off by half an ulp.
+  // The place is right to 5e-5 and the CPU's to 3e-5: at most 255 levels, and inverse, difference and product are off
+  // by half an ulp each.
   if (rest > 0.4999F) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) codes[i] = exact_row_code(x[i], grid, levels);
@@ -43,6 +44,12 @@ __device__ __forceinline__ float stored_end(double x) {
   constexpr double limit = Bfloat ? 3.3895313892515355e38 / 2 : 65504.0;
   const float cut = __double2float_rn(fmin(fmax(x, -limit), limit));
   return ptx::widen2<Bfloat>(ptx::narrow2<Bfloat>(cut, 0)).x;
+}
+
+// The same for an end of a row's range, which is never a minus zero.
+template <bool Bfloat>
+__device__ __forceinline__ float range_end(float x) {
+  return __fadd_rn(stored_end<Bfloat>(x), 0.0F);
 }
 
 // Sums over the eight threads of a row, in the order of the CPU's add_lanes; every thread gets the result.
@@ -121,11 +128,10 @@ struct RowValues {
 };
 
 // The better of two grids. `range` is that of the whole row, `count` how many values it has; all threads of a warp take
-// part.
-template <bool Bfloat>
-__device__ __forceinline__ Ends fit_row(const RowValues& values, int count, int levels, bool least_squares,
-                                        Ends range) {
-  range = {stored_end<Bfloat>(range.min), stored_end<Bfloat>(range.max)};
+// part. Values: RowValues or the like.
+template <bool Bfloat, class Values>
+__device__ __forceinline__ Ends fit_row(const Values& values, int count, int levels, bool least_squares, Ends range) {
+  range = {range_end<Bfloat>(range.min), range_end<Bfloat>(range.max)};
   if (!least_squares) return range;
   const Grid first = Grid::of(range.min, range.max, levels);
   RowLine line;

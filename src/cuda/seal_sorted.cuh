@@ -6,9 +6,44 @@
 // spread over all threads, and the values wait in shared memory.
 #pragma once
 
+#include "cuda/seal_columns.cuh"
+#include "cuda/seal_grid.cuh"
 #include "cuda/seal_widths.cuh"
 
 namespace kvant::cuda {
+
+constexpr int kSortedThreads = 512;
+
+template <class F>
+struct SortedKeyShared : WidthShared<F::key.dim> {
+  static constexpr int dim = F::key.dim;
+  static constexpr int stride = dim + 4;  // bytes of a token's codes
+
+  float rows[kPage / kRowLanes * kSortedThreads];  // [value][thread]
+  alignas(16) std::uint8_t codes[kPage * stride];  // by place, as the CPU's planes hold them
+  float low[dim], high[dim];
+};
+
+// Ranges and energies, rows before `skip` left out.
+template <class F>
+__device__ void measure_channels(const std::uint8_t* exact, int skip, SortedKeyShared<F>& shared) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4;
+  if (warp >= F::key.dim / kTile) return;
+  double none[4];
+  const auto* data = reinterpret_cast<const uint4*>(exact) + warp * 32 + lane;
+  const ColumnRanges<F::bfloat> ranges =
+      measure_columns<F::bfloat, false, kPage / kTile>(data, F::exact.tile_bytes() / 16, skip, none);
+  if (g >= 4) return;
+  const float2 low = ptx::widen2<F::bfloat>(g < 2 ? ranges.low.pair[0] : ranges.low.pair[1]);
+  const float2 high = ptx::widen2<F::bfloat>(g < 2 ? ranges.high.pair[0] : ranges.high.pair[1]);
+  const int channel = warp * kTile + g / 2 * 8 + lane % 4 * 2 + g % 2;
+  shared.low[channel] = g % 2 == 0 ? low.x : low.y;
+  shared.high[channel] = g % 2 == 0 ? high.x : high.y;
+  const double width = __dsub_rn(shared.high[channel], shared.low[channel]);
+  shared.energy[channel] = __dmul_rn(width, width);
+}
 
 // The planes, word by word: byte c of a word is channel c of a four. What the widths leave of the budget is zeros.
 template <class F>
@@ -95,7 +130,7 @@ __device__ void seal_sorted_keys(const SealArgs& args, const SealJob& job, int h
   }
   measure_channels<F>(exact, job.skip, shared);
   __syncthreads();
-  choose_widths<F>(shared, args);
+  choose_widths<F::key.dim>(shared, F::key.dim, kSortedThreads, args.low, args.high, args.budget);
   const int lane = thread % kRowLanes;
   const int tokens = kPage - job.skip;
   float* x = shared.rows + thread;

@@ -1,19 +1,21 @@
-// Enough of CUDA for the kernels over block pages and those of prefill to run on the CPU, a host thread per lane, one
-// thread block after another: to check what they compute, for every shape, where no GPU is. Included before any kernel;
-// cuda/ptx.cuh of this folder takes the place of the machine instructions. Says nothing about speed, and little about
-// races: exchanges between lanes are barriers here.
+// Enough of CUDA for the kernels over block pages and those of prefill to run on the CPU, a stack of its own per lane,
+// one thread block after another: to check what they compute, for every shape, where no GPU is. Included before any
+// kernel; cuda/ptx.cuh of this folder takes the place of the machine instructions. Says nothing about speed, and little
+// about races: lanes run one after another from barrier to barrier, and exchanges between lanes are barriers here.
 #pragma once
 
+#include <setjmp.h>
+#include <ucontext.h>
+
 #include <algorithm>
-#include <atomic>
-#include <barrier>
+#include <bit>
 #include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "base/half.hpp"
@@ -23,6 +25,7 @@
 #define __grid_constant__
 #define __shared__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -32,8 +35,7 @@ using std::min;
 struct Index3 {
   unsigned x = 0, y = 0, z = 0;
 };
-inline thread_local Index3 threadIdx, blockIdx;
-inline Index3 gridDim, blockDim;
+inline Index3 threadIdx, blockIdx, gridDim, blockDim;
 
 struct float2 {
   float x, y;
@@ -55,13 +57,108 @@ namespace emulation {
 
 constexpr int kLanes = 32;
 
+// ---- lanes: contexts that run until they have to wait
+
+struct Barrier {
+  int expected = 0;
+  int arrived = 0;
+  int round = 0;
+
+  void arrive_and_wait();
+};
+
+struct Lane {
+  std::unique_ptr<std::byte[]> stack;
+  ucontext_t start;
+  jmp_buf at;
+  bool started = false;
+  bool done = false;
+  const Barrier* waits = nullptr;
+  int round = 0;  // of that barrier when the lane arrived
+
+  bool ready() const { return !done && (waits == nullptr || waits->round != round); }
+};
+
+constexpr std::size_t kStack = 256 << 10;
+inline std::vector<Lane> lanes;
+inline std::function<void()> body;
+inline Lane* current = nullptr;
+inline jmp_buf scheduler;
+
+[[gnu::noinline]] inline void Barrier::arrive_and_wait() {
+  if (++arrived == expected) {
+    arrived = 0;
+    ++round;
+    return;
+  }
+  current->waits = this;
+  current->round = round;
+  if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
+}
+
+inline void enter() {
+  body();
+  current->done = true;
+  _longjmp(scheduler, 1);
+}
+
+// Runs a lane until it waits or ends.
+[[gnu::noinline]] inline void resume(std::size_t thread) {
+  current = &lanes[thread];
+  threadIdx.x = static_cast<unsigned>(thread);
+  if (_setjmp(scheduler) != 0) return;
+  if (current->started) _longjmp(current->at, 1);
+  current->started = true;
+  setcontext(&current->start);
+}
+
+[[gnu::noinline]] inline void prepare(Lane& lane) {
+  lane.started = lane.done = false;
+  lane.waits = nullptr;
+  getcontext(&lane.start);
+  lane.start.uc_stack.ss_sp = lane.stack.get();
+  lane.start.uc_stack.ss_size = kStack;
+  lane.start.uc_link = nullptr;
+  makecontext(&lane.start, enter, 0);
+}
+
+inline void run_block(int threads, const std::function<void()>& kernel) {
+  body = kernel;
+  lanes.resize(std::max(lanes.size(), static_cast<std::size_t>(threads)));
+  for (Lane& lane : lanes) {
+    if (!lane.stack) lane.stack = std::make_unique<std::byte[]>(kStack);
+    prepare(lane);
+  }
+  // Warp by warp, as far as each gets.
+  bool any = true;
+  while (any) {
+    any = false;
+    for (std::size_t first = 0; first < static_cast<std::size_t>(threads); first += kLanes) {
+      bool moved = true;
+      while (moved) {
+        moved = false;
+        for (std::size_t t = first; t < first + kLanes; ++t) {
+          if (!lanes[t].ready()) continue;
+          resume(t);
+          any = moved = true;
+        }
+      }
+    }
+  }
+  for (std::size_t t = 0; t < static_cast<std::size_t>(threads); ++t) {
+    if (!lanes[t].done) std::abort();  // some lane never came to the barrier
+  }
+}
+
+// ---- thread blocks
+
 struct Warp {
-  std::barrier<> meet{kLanes};
+  Barrier meet{kLanes};
   std::uint64_t value[kLanes];
   std::uint32_t a[kLanes][4], b[kLanes][2];  // operands of a matrix instruction
 };
 inline std::vector<std::unique_ptr<Warp>> warps;
-inline std::unique_ptr<std::barrier<>> block;
+inline Barrier block;
 
 inline int lane() {
   return static_cast<int>(threadIdx.x % kLanes);
@@ -82,25 +179,20 @@ auto exchange(T x, const Use& use) {
   return result;
 }
 
-// Runs every thread of a grid of blocks (x, y).
+// Runs every thread of a grid of blocks (x, y, z).
 template <class Kernel>
-void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel) {
-  gridDim = {static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y), 1};
+void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel, int blocks_z = 1) {
+  gridDim = {static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y), static_cast<unsigned>(blocks_z)};
   blockDim = {static_cast<unsigned>(threads), 1, 1};
-  for (unsigned y = 0; y < gridDim.y; ++y) {
-    for (unsigned x = 0; x < gridDim.x; ++x) {
-      warps.clear();
-      for (int i = 0; i < threads / kLanes; ++i) warps.push_back(std::make_unique<Warp>());
-      block = std::make_unique<std::barrier<>>(threads);
-      std::vector<std::thread> all;
-      for (unsigned t = 0; t < static_cast<unsigned>(threads); ++t) {
-        all.emplace_back([&, t] {
-          threadIdx = {t, 0, 0};
-          blockIdx = {x, y, 0};
-          kernel();
-        });
+  for (unsigned z = 0; z < gridDim.z; ++z) {
+    for (unsigned y = 0; y < gridDim.y; ++y) {
+      for (unsigned x = 0; x < gridDim.x; ++x) {
+        warps.clear();
+        for (int i = 0; i < threads / kLanes; ++i) warps.push_back(std::make_unique<Warp>());
+        block = {threads};
+        blockIdx = {x, y, z};
+        run_block(threads, kernel);
       }
-      for (std::thread& thread : all) thread.join();
     }
   }
 }
@@ -111,7 +203,7 @@ inline void __syncwarp() {
   emulation::warp().meet.arrive_and_wait();
 }
 inline void __syncthreads() {
-  emulation::block->arrive_and_wait();
+  emulation::block.arrive_and_wait();
 }
 template <class T>
 T __shfl_sync(unsigned /*mask*/, T x, int from) {
@@ -130,17 +222,32 @@ inline bool __any_sync(unsigned /*mask*/, bool x) {
     return std::any_of(values, values + emulation::kLanes, [](std::uint64_t v) { return v != 0; });
   });
 }
-inline unsigned __reduce_max_sync(unsigned /*mask*/, unsigned x) {
+inline unsigned __ballot_sync(unsigned /*mask*/, bool x) {
   return emulation::exchange(x, [](const std::uint64_t* values) {
-    return static_cast<unsigned>(*std::max_element(values, values + emulation::kLanes));
+    unsigned all = 0;
+    for (int i = 0; i < emulation::kLanes; ++i) all |= static_cast<unsigned>(values[i] != 0) << i;
+    return all;
+  });
+}
+template <class T, class Join>
+T reduce_lanes(T x, const Join& join) {
+  return emulation::exchange(x, [&](const std::uint64_t* values) {
+    T all = static_cast<T>(values[0]);
+    for (int i = 1; i < emulation::kLanes; ++i) all = join(all, static_cast<T>(values[i]));
+    return all;
   });
 }
 inline unsigned __reduce_or_sync(unsigned /*mask*/, unsigned x) {
-  return emulation::exchange(x, [](const std::uint64_t* values) {
-    std::uint64_t all = 0;
-    for (int i = 0; i < emulation::kLanes; ++i) all |= values[i];
-    return static_cast<unsigned>(all);
-  });
+  return reduce_lanes(x, [](unsigned a, unsigned b) { return a | b; });
+}
+inline unsigned __reduce_min_sync(unsigned /*mask*/, unsigned x) {
+  return reduce_lanes(x, [](unsigned a, unsigned b) { return std::min(a, b); });
+}
+inline unsigned __reduce_max_sync(unsigned /*mask*/, unsigned x) {
+  return reduce_lanes(x, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline int __reduce_add_sync(unsigned /*mask*/, int x) {
+  return reduce_lanes(x, [](int a, int b) { return a + b; });
 }
 
 // The bytes of {x, y} that the selector's nibbles name; a nibble's high bit spreads the byte's sign.
@@ -181,12 +288,65 @@ inline int __float_as_int(float x) {
 inline float __int_as_float(std::int32_t x) {
   return copy_bits<float>(x);
 }
+inline long long __double_as_longlong(double x) {
+  return copy_bits<long long>(x);
+}
+inline double __hiloint2double(int high, int low) {
+  return copy_bits<double>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
+                           static_cast<std::uint32_t>(low));
+}
+inline int __popc(unsigned x) {
+  return std::popcount(x);
+}
+inline int __ffs(int x) {
+  return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1;
+}
+
+// Arithmetic that is rounded once, whatever stands around it (compiled without contraction).
+inline float __fadd_rn(float a, float b) {
+  return a + b;
+}
+inline float __fsub_rn(float a, float b) {
+  return a - b;
+}
+inline float __fmul_rn(float a, float b) {
+  return a * b;
+}
+inline float __fdiv_rn(float a, float b) {
+  return a / b;
+}
+inline float __frcp_rn(float x) {
+  return 1.0F / x;
+}
+inline float __fsqrt_rn(float x) {
+  return std::sqrt(x);
+}
+inline double __dadd_rn(double a, double b) {
+  return a + b;
+}
+inline double __dsub_rn(double a, double b) {
+  return a - b;
+}
+inline double __dmul_rn(double a, double b) {
+  return a * b;
+}
+inline double __ddiv_rn(double a, double b) {
+  return a / b;
+}
+inline double __fma_rn(double a, double b, double c) {
+  return std::fma(a, b, c);
+}
+inline float __double2float_rn(double x) {
+  return static_cast<float>(x);
+}
 inline int __float2int_rn(float x) {
   return static_cast<int>(std::nearbyint(x));
 }
 template <class T>
 T atomicAdd(T* to, T x) {
-  return std::atomic_ref<T>(*to).fetch_add(x);
+  const T before = *to;
+  *to += x;
+  return before;
 }
 template <class T>
 T __ldg(const T* from) {

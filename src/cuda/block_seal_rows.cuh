@@ -1,0 +1,196 @@
+// What the kernels that seal block pages share: where a page and its rows are, ranges of rows, code words. Rows belong
+// to warps.
+#pragma once
+
+#include "cuda/block_seal.hpp"
+#include "cuda/seal_grid.cuh"
+
+namespace kvant::cuda {
+
+// The page that a block works on.
+struct BlockSealPage {
+  const BlockSealArgs& args;
+  const SealJob& job;
+
+  __device__ ExactFormat exact_format() const { return {args.format.key.depth, args.format.value.rows}; }
+  __device__ const std::uint8_t* exact(int head) const {
+    return args.exact + job.exact_page * args.exact_stride +
+           static_cast<std::int64_t>(head) * exact_format().page_bytes();
+  }
+  __device__ std::uint8_t* page() const { return args.pages + job.page * args.page_stride; }
+  __device__ std::uint8_t* block(int head) const {
+    return page() + static_cast<std::int64_t>(head) * args.format.head_bytes;
+  }
+  // The token in a place of the page of a head.
+  __device__ int token(int head, int place) const {
+    return args.salient > 0 ? block(head)[args.format.tokens_offset + place] : place;
+  }
+};
+
+template <bool Bfloat>
+struct HalfRow {
+  const std::uint16_t* data;
+  __device__ __forceinline__ float operator()(int i) const { return ptx::widen2<Bfloat>(data[i]).x; }
+};
+struct FloatRow {
+  const float* data;
+  __device__ __forceinline__ float operator()(int i) const { return data[i]; }
+};
+
+// ---- ranges
+
+// Floats as integers that order as they do.
+__device__ __forceinline__ std::uint32_t ordered_bits(float x) {
+  const std::uint32_t bits = __float_as_uint(x);
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+}
+__device__ __forceinline__ float from_ordered(std::uint32_t key) {
+  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
+}
+
+// Smallest and largest of a row of n values without the `outside` first ones at either end. Those of a row of which
+// some are outside must be values of the cache's type: their last 13 bits are zeros.
+template <class Row>
+__device__ __forceinline__ Ends inner_range(const Row& row, int n, int outside) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (outside == 0) {
+    std::uint32_t low = 0xFFFFFFFFU, high = 0;
+    for (int i = lane; i < n; i += 32) {
+      const std::uint32_t key = ordered_bits(row(i));
+      low = min(low, key);
+      high = max(high, key);
+    }
+    return {from_ordered(__reduce_min_sync(0xFFFFFFFFU, low)), from_ordered(__reduce_max_sync(0xFFFFFFFFU, high))};
+  }
+  // Bit by bit from the top: the largest numbers that enough values are not below.
+  std::uint32_t low = 0, high = 0;
+#pragma unroll 1
+  for (std::uint32_t bit = 0x80000000U; bit >= 1U << 13; bit >>= 1) {
+    int above_low = 0, above_high = 0;
+#pragma unroll 4
+    for (int i = lane; i < n; i += 32) {
+      const std::uint32_t key = ordered_bits(row(i));
+      above_low += key >= (low | bit) ? 1 : 0;
+      above_high += key >= (high | bit) ? 1 : 0;
+    }
+    if (__reduce_add_sync(0xFFFFFFFFU, above_low) >= n - outside) low |= bit;
+    if (__reduce_add_sync(0xFFFFFFFFU, above_high) > outside) high |= bit;
+  }
+  const auto whole = [](std::uint32_t key) { return (key & 0x80000000U) != 0 ? key : key | 0x1FFFU; };
+  return {from_ordered(whole(low)), from_ordered(whole(high))};
+}
+
+// ---- values
+
+// A token's values of one head as they are coded: divided by the channels' factors, rotated.
+template <bool Bfloat>
+__device__ __forceinline__ void load_values(const BlockSealPage& page, int head, int token, float* row) {
+  const BlockTile& tile = page.args.format.value;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const ExactFormat format = page.exact_format();
+  const std::uint8_t* from = page.exact(head) + token / kTile * format.tile_bytes() + format.key_bytes() +
+                             token % 8 / 2 * 16 + token % kTile / 8 * 8;
+  const auto* factors = reinterpret_cast<const std::uint16_t*>(page.block(head) + tile.factor_offset);
+  const auto put = [&](int channel, std::uint32_t pair) {
+    const float2 both = ptx::widen2<Bfloat>(pair);
+    float x = token % 2 == 0 ? both.x : both.y;
+    if (tile.factor_offset >= 0) {  // a channel of zeros has factor 0
+      const float factor = ptx::widen2<Bfloat>(factors[channel]).x;
+      x = factor > 0 ? __fdiv_rn(x, factor) : 0.0F;
+    }
+    row[channel] = x;
+  };
+#pragma unroll 2
+  for (int i = lane; i < tile.rows / 2; i += 32) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from + i / 8 * kQuadBytes + i % 8 * 64);
+    put(i / 8 * kTile + i % 8, pairs.x);
+    put(i / 8 * kTile + i % 8 + 8, pairs.y);
+  }
+  __syncwarp();
+  if (tile.rotation == 1) return;
+#pragma unroll 1
+  for (int half = 1; half < tile.rotation; half *= 2) {
+    for (int i = lane; i < tile.rows / 2; i += 32) {
+      float* at = row + (i & -half) * 2 + (i & (half - 1));
+      const float a = at[0];
+      const float b = at[half];
+      at[0] = __fadd_rn(a, b);
+      at[half] = __fsub_rn(a, b);
+    }
+    __syncwarp();
+  }
+  const float factor = __fdiv_rn(1.0F, static_cast<float>(tile.rotation));
+  for (int i = lane; i < tile.rows; i += 32) row[i] = __fmul_rn(row[i], factor);
+  __syncwarp();
+}
+
+// ---- codes
+
+// Whether a value lies beyond its row's range.
+__device__ __forceinline__ bool is_outlier(float x, Ends range) {
+  return x < range.min || x > range.max;
+}
+
+// Codes as the planes of a tile hold them, of rows on uniform grids or with a table of levels.
+struct BlockCoder {
+  const std::uint8_t* nearest;  // null: no table
+  int middle;                   // code of outliers; negative: that of their end
+  Ends ends;
+  Grid grid;
+  int levels, shift;  // even widths lie one bit up
+
+  // levels: of the depth index (block_levels).
+  __device__ __forceinline__ BlockCoder(const BlockTile& tile, const std::uint8_t* table, bool keys, Ends range,
+                                        int all_levels)
+      : nearest(tile.table_bits > 0 ? table : nullptr),
+        middle(tile.table_bits > 0 && !keys ? 1 << tile.table_bits >> 1 : -1),
+        ends(range) {
+    shift = nearest == nullptr && all_levels % 2 == 0 ? 1 : 0;
+    levels = all_levels >> shift;
+    grid = Grid::of(ends.min, ends.max, levels);
+  }
+  __device__ __forceinline__ void code(const float (&x)[4], std::uint32_t (&codes)[4]) const {
+    row_codes(x, grid, levels, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes[i] -= kRowMagicBits;
+      codes[i] = nearest != nullptr ? nearest[codes[i]] : codes[i] << shift;
+      if (middle >= 0 && is_outlier(x[i], ends)) codes[i] = static_cast<std::uint32_t>(middle);
+    }
+  }
+};
+
+// Words of fours begin..end-1 of a plane, which start a word group. codes: byte b of word (row, four) at
+// codes[row * stride + four - base] is depth index 4 four + b of the tile; `block` is the head's.
+__device__ __forceinline__ void pack_fours(const BlockPlane& plane, int row_tiles, int begin, int end,
+                                           const std::uint32_t* codes, int stride, int base, std::uint8_t* block) {
+  const int bits = plane.bits;
+  const std::uint32_t field = static_cast<std::uint32_t>((1 << bits) - 1) * 0x01010101U;
+  std::uint8_t* to = block + plane.offset;
+#pragma unroll 1
+  for (int tile = 0; tile < row_tiles;) {
+    const int left = row_tiles - tile;
+    const int tiles = left >= 4 && bits < 4 ? 4 : (left >= 2 ? 2 : 1);
+    const int shift = block_group_shift(bits, tiles);
+    const int first = begin >> shift;
+    const int groups = ((end + (1 << shift) - 1) >> shift) - first;
+    for (int i = static_cast<int>(threadIdx.x); i < groups * kTile; i += kBlockSealThreads) {
+      const int group = first + i / kTile;
+      const int row = tile * kTile + i % kTile;
+      std::uint32_t word = 0;
+      for (int q = 0; q < 1 << shift; ++q) {
+        const int four = (group << shift) + q;
+        if (four >= end) break;
+        for (int p = 0; p < tiles; ++p) {
+          const std::uint32_t quad = codes[(row + p * kTile) * stride + plane.first + four - base];
+          word |= (quad >> plane.shift & field) << ((q * tiles + p) * bits);
+        }
+      }
+      *reinterpret_cast<std::uint32_t*>(to + group * kFourBytes + i % kTile * kFour) = word;
+    }
+    to += block_groups(bits, tiles, plane.fours) * kFourBytes;
+    tile += tiles;
+  }
+}
+
+}  // namespace kvant::cuda
