@@ -190,13 +190,8 @@ double time_seal(const char* recipe, int pages) {
   need(cudaMemcpy(p.exact.get(), rows.data(), p.exact.bytes(), cudaMemcpyHostToDevice), "copy");
   std::vector<SealJob> jobs;
   for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
-  SealArgs args = make_seal_args(p.format, p.layout, shape.kv_heads);
-  args.exact = p.exact.get();
-  args.exact_stride = static_cast<std::int64_t>(p.exact_stride());
-  args.pages = p.pages.get();
-  args.page_stride = static_cast<std::int64_t>(p.page_stride());
-  launch_seal(p.format, args, jobs, nullptr);
-  return time_graph(20, [&](int, cudaStream_t stream) { launch_seal(p.format, args, jobs, stream); });
+  p.seal(jobs, nullptr);
+  return time_graph(20, [&](int, cudaStream_t stream) { p.seal(jobs, stream); });
 }
 
 std::vector<Case> table_cases() {
@@ -343,7 +338,9 @@ int run(const std::string& what, const std::string& name) {
   }
   if (what == "prefill" || what == "all") run_prefill(name);
   if (what == "prefill") return 0;
-  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0"}) {
+  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0",
+                             "kvquant:k=3,v=3,sink=0", "kvquant:k=2,v=2,sink=0", "zipcache", "kivi:k=8,v=8",
+                             "kitty:selector=variance", "waterfill:rotate=0", "k=zipcache,v=waterfill:3"}) {
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,
                   time_seal(recipe, pages));

@@ -65,6 +65,10 @@ void kvant_cuda_sequence_destroy(kvant_cuda_sequence* sequence);
 kvant_status kvant_cuda_sequence_fork(const kvant_cuda_sequence* sequence, void* stream, kvant_cuda_sequence** fork);
 kvant_status kvant_cuda_sequence_length(const kvant_cuda_sequence* sequence, int64_t* tokens, int64_t* sealed_pages);
 
+/* Pages of it that were sealed without the queries that the recipe would look at (waterfill, zipcache with
+ * saliency=attention, kitty with selector=query): the device sees none. */
+kvant_status kvant_cuda_sequence_blind_seals(const kvant_cuda_sequence* sequence, int64_t* pages);
+
 /* ---- batch: the sequences of one call */
 
 kvant_status kvant_cuda_batch_create(const kvant_cuda_pool* pool, int max_sequences, int64_t max_tokens,

@@ -81,6 +81,9 @@ class Sequence {
 
   std::int64_t length() const;
   std::int64_t sealed_pages() const;
+  // Pages that Batch::seal_ready encoded without the queries that the recipe would look at (waterfill, zipcache with
+  // saliency=attention, kitty with selector=query): the device sees none. StoreCounts::blind_seals is the CPU's.
+  std::int64_t blind_seals() const;
 
   struct Impl;
   Impl& impl() { return *impl_; }
@@ -105,14 +108,16 @@ class Batch {
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
-  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) for recipes
-  // whose pages this build cannot seal on the device (those that are the CPU's blocks there): their pages come by
-  // upload.
+  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where the device
+  // cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds, some 11000
+  // for the presets of waterfill and 55000 for other recipes. Their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
-  // Encodes every full page that has at least recipe.window newer tokens, 256 pages a launch. Returns how many pages.
-  // waterfill's widths follow the ranges of the channels: the device sees no queries (PageStore::observe).
+  // Encodes every full page that has at least recipe.window newer tokens, 256 pages a launch (128 of those that are the
+  // CPU's blocks). Returns how many pages. They are the CPU's where it has observed no queries (PageStore::observe):
+  // waterfill's widths follow the ranges of the channels, zipcache's salient tokens are those of the largest keys, and
+  // Sequence::blind_seals counts such pages.
   int seal_ready(void* stream);
 
   int size() const;

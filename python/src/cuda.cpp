@@ -226,7 +226,11 @@ void bind_memory(nb::module_& module) {
           nb::arg("stream") = 0, "A sequence that shares the sealed pages and has copies of the open ones.")
       .def_prop_ro(
           "length", [](const Sequence& s) { return s.value->length(); }, "Tokens.")
-      .def_prop_ro("sealed_pages", [](const Sequence& s) { return s.value->sealed_pages(); });
+      .def_prop_ro("sealed_pages", [](const Sequence& s) { return s.value->sealed_pages(); })
+      .def_prop_ro(
+          "blind_seals", [](const Sequence& s) { return s.value->blind_seals(); },
+          "Pages that were sealed without the queries that the recipe would look at (waterfill, zipcache with "
+          "saliency=attention, kitty with selector=query): the device sees none.");
 }
 
 void bind_calls(nb::module_& module) {

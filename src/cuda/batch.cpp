@@ -114,10 +114,13 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
                "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
   }
   if (rows == 0 || size() == 0) return;
-  if (!can_seal(impl_->pool->format, impl_->pool->layout, impl_->pool->shape.kv_heads)) {
-    base::fail(ErrorCode::unsupported, "append for recipe '" + to_text(impl_->pool->recipe) +
-                                           "': this build seals no such pages on the GPU; append and seal on the "
-                                           "CPU and upload");
+  if (!impl_->pool->seals()) {
+    base::fail(ErrorCode::unsupported,
+               "append for recipe '" + to_text(impl_->pool->recipe) + "' with " +
+                   std::to_string(impl_->pool->shape.kv_heads) + " KV heads of " +
+                   std::to_string(impl_->pool->shape.value_dim) +
+                   " channels: a token's values under one grid do not fit a thread block; append and seal on the CPU "
+                   "and upload");
   }
   reserve(rows, stream);
   const Impl& impl = *impl_;
@@ -185,17 +188,12 @@ int Batch::seal_ready(void* stream) {
         done.push_back(exact);
       }
       s.pages.push_back(first && sink == kPage ? -1 : pool.page_numbers.take());
-      if (s.pages.back() >= 0) jobs.push_back({exact, s.pages.back(), first ? sink : 0});
+      if (s.pages.back() < 0) continue;
+      jobs.push_back({exact, s.pages.back(), first ? sink : 0});
+      if (pool.blind) ++s.blind_seals;
     }
   }
-  if (!jobs.empty()) {
-    SealArgs args = make_seal_args(pool.format, pool.layout, pool.shape.kv_heads);
-    args.exact = pool.exact.get();
-    args.exact_stride = static_cast<std::int64_t>(pool.exact_stride());
-    args.pages = pool.pages.get();
-    args.page_stride = static_cast<std::int64_t>(pool.page_stride());
-    launch_seal(pool.format, args, jobs, stream);
-  }
+  if (!jobs.empty()) pool.seal(jobs, stream);
   for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);
   ++impl.generation;
   impl.upload(false, stream);

@@ -167,6 +167,10 @@ kvant_status kvant_cuda_sequence_length(const kvant_cuda_sequence* sequence, int
   });
 }
 
+kvant_status kvant_cuda_sequence_blind_seals(const kvant_cuda_sequence* sequence, int64_t* pages) {
+  return fenced([&] { required(pages, "pages") = required(sequence, "sequence").value.blind_seals(); });
+}
+
 kvant_status kvant_cuda_batch_create(const kvant_cuda_pool* pool, int max_sequences, int64_t max_tokens,
                                      kvant_cuda_batch** batch) {
   return fenced([&] {

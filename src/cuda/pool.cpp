@@ -5,6 +5,7 @@
 
 #include "base/half.hpp"
 #include "cache/store.hpp"
+#include "methods/method.hpp"
 
 namespace kvant::cuda {
 
@@ -64,6 +65,12 @@ void Numbers::drop(std::int32_t number) {
 
 namespace {
 
+// What the CPU counts as Counts::blind_seals where no query was observed.
+bool looks_at_queries(const Recipe& recipe) {
+  const auto classes = catalog::token_classes(recipe);
+  return catalog::uses_queries(recipe) || (classes && classes->saliency == Saliency::attention);
+}
+
 int checked_count(const char* name, int count) {
   if (count < 0)
     base::fail(ErrorCode::invalid_argument,
@@ -82,6 +89,7 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& cho
       layout(make_layout(r, s)),
       format(chosen.device),
       block(chosen.block),
+      blind(looks_at_queries(r)),
       pages(base::checked_multiply(page_stride(), static_cast<std::size_t>(checked_count("pages", page_count)))),
       exact(
           base::checked_multiply(exact_stride(), static_cast<std::size_t>(checked_count("exact_pages", exact_count)))),
@@ -90,6 +98,32 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& cho
   device_info();  // refuses devices without kernels
   // Tiles are read as wholes: rows past a sequence's end must at least be numbers.
   if (exact_count > 0) exact.fill_zero();
+  if (!block.present()) return;
+  const std::vector<std::uint16_t> ranges = calibrated_ranges(layout, shape.kv_heads, shape.dtype);
+  if (!ranges.empty()) {
+    key_ranges = DeviceBuffer<std::uint16_t>(ranges.size());
+    key_ranges.copy_from(ranges.data(), ranges.size());
+  }
+  block_seal = make_block_seal(recipe, layout, block);
+  block_seal.exact = exact.get();
+  block_seal.exact_stride = static_cast<std::int64_t>(exact_stride());
+  block_seal.pages = pages.get();
+  block_seal.page_stride = static_cast<std::int64_t>(page_stride());
+  block_seal.key_ranges = key_ranges.get();
+}
+
+bool PagePool::Impl::seals() const {
+  return block.present() ? can_seal_blocks(block_seal) : can_seal(format, layout, shape.kv_heads);
+}
+
+void PagePool::Impl::seal(std::span<const SealJob> jobs, void* stream) const {
+  if (block.present()) return launch_block_seal(block_seal, format.bfloat, jobs, stream);
+  SealArgs args = make_seal_args(format, layout, shape.kv_heads);
+  args.exact = exact.get();
+  args.exact_stride = static_cast<std::int64_t>(exact_stride());
+  args.pages = pages.get();
+  args.page_stride = static_cast<std::int64_t>(page_stride());
+  launch_seal(format, args, jobs, stream);
 }
 
 PagePool::PagePool(const Recipe& recipe, const CacheShape& shape, int pages, int exact_pages)
@@ -127,6 +161,9 @@ Sequence& Sequence::operator=(Sequence&&) noexcept = default;
 
 std::int64_t Sequence::length() const {
   return impl_->length;
+}
+std::int64_t Sequence::blind_seals() const {
+  return impl_->blind_seals;
 }
 std::int64_t Sequence::sealed_pages() const {
   return static_cast<std::int64_t>(impl_->pages.size()) - (impl_->first_is_exact() ? 1 : 0);
@@ -246,6 +283,7 @@ Sequence Sequence::fork(void* stream) const {
   to.sink_page = impl_->sink_page;
   to.sinks = impl_->sinks;
   to.length = impl_->length;
+  to.blind_seals = impl_->blind_seals;
   for (const std::int32_t page : impl_->tail) {
     to.tail.push_back(p.exact_numbers.take());
     check(cudaMemcpyAsync(p.exact_page(to.tail.back()), p.exact_page(page), p.exact_stride(), cudaMemcpyDeviceToDevice,

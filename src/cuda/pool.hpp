@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cuda/block.hpp"
+#include "cuda/block_seal.hpp"
 #include "cuda/device_buffer.hpp"
 #include "cuda/device_format.hpp"
 #include "cuda/seal.hpp"
@@ -30,14 +31,20 @@ struct PagePool::Impl {
   CacheShape shape;
   PageLayout layout;
   DeviceFormat format;
-  BlockFormat block;  // present(): pages are blocks
+  BlockFormat block;   // present(): pages are blocks
+  bool blind = false;  // what seals a page here would look at queries
   DeviceBuffer<std::uint8_t> pages;
   DeviceBuffer<std::uint8_t> exact;
+  DeviceBuffer<std::uint16_t> key_ranges;  // BlockSealArgs::key_ranges
   Numbers page_numbers;
   Numbers exact_numbers;
+  BlockSealArgs block_seal;  // of block pages
 
   Impl(const Recipe& r, const CacheShape& s, int page_count, int exact_count);
   Impl(const Recipe& r, const CacheShape& s, const PoolFormat& chosen, int page_count, int exact_count);
+  // Whether this build has kernels that write the pool's pages.
+  bool seals() const;
+  void seal(std::span<const SealJob> jobs, void* stream) const;
   std::size_t page_stride() const {
     if (block.present()) return static_cast<std::size_t>(block.page_bytes);
     return format.head_bytes() * static_cast<std::size_t>(shape.kv_heads);
@@ -56,6 +63,7 @@ struct PagePool::Impl {
 struct Sequence::Impl {
   std::shared_ptr<PagePool::Impl> pool;
   std::int64_t length = 0;
+  std::int64_t blind_seals = 0;
   // Pages in order of position. Sealed ones come first, but for a first page that holds sinks only: it stays exact, its
   // entry here is -1.
   std::vector<std::int32_t> pages;

@@ -7,6 +7,7 @@
 #include "cuda/attend.hpp"
 #include "cuda/block_reader.hpp"
 #include "cuda/support.hpp"
+#include "support/calibration.hpp"
 
 namespace kvant::cuda::test {
 namespace {
@@ -293,6 +294,118 @@ TEST(GpuBlock, Parts) {
   const Twins twins(ragged);
   const Twins::Result first = twins.on_gpu(AttendPath::automatic);
   EXPECT_EQ(twins.on_gpu(AttendPath::automatic).out, first.out);
+}
+
+// Rows that arrive in chunks: what is sealed on the device are the CPU's bytes.
+TEST(GpuBlockSeal, AppendAndSealWriteTheCpusBytes) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : kRecipes) {
+    for (const float spread : {0.0F, 3.0F}) expect_same_seals(recipe, {3, 128, 128, DType::f16}, spread);
+  }
+  for (const char* recipe :
+       {"kvquant:sink=128,window=16", "zipcache:sink=127,window=0", "kivi:k=8,v=8,sink=100", "waterfill:feedback=1",
+        "k=waterfill:3,v=zipcache", "k=kvquant:4,v=zipcache", "k=zipcache,v=waterfill:5,shared=1"}) {
+    expect_same_seals(recipe, {2, 128, 128, DType::f16});
+  }
+}
+
+TEST(GpuBlockSeal, EveryDimensionAndType) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : kRecipes) {
+    for (const auto& [key, value] : {std::pair{64, 96}, {96, 192}, {128, 128}, {192, 256}, {256, 64}}) {
+      for (const DType type : {DType::f16, DType::bf16}) expect_same_seals(recipe, {2, key, value, type});
+    }
+  }
+}
+
+// Small enough for compute-sanitizer: every part of the kernels once.
+TEST(GpuBlockSeal, SanitizerSized) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe :
+       {"kvquant:k=3,v=3,outliers=0.05,voutliers=0.05", "zipcache:sink=4", "kitty:selector=variance",
+        "k=waterfill:2.5,v=waterfill:5,shared=1", "k=kivi:1,v=waterfill:3"}) {
+    expect_same_seals(recipe, {2, 64, 64, DType::bf16});
+  }
+}
+
+// A pool's lists and grids are those of all heads, also of many.
+TEST(GpuBlockSeal, ManyHeads) {
+  KVANT_NEEDS_GPU();
+  expect_same_seals("kvquant:k=3,v=3", {40, 64, 64, DType::f16});
+  expect_same_seals("zipcache", {64, 64, 128, DType::f16});
+  expect_same_seals("k=kivi:8,v=waterfill:3,shared=1", {100, 64, 128, DType::f16});
+}
+
+TEST(GpuBlockSeal, CalibratedRangesAndLevels) {
+  KVANT_NEEDS_GPU();
+  const CacheShape shape{2, 128, 128, DType::f16};
+  const testing::CalibrationFile file(testing::make_calibration(shape, 0.02));
+  for (const char* bits : {"k=3,v=3", "k=2,v=4,qnorm=1,vqnorm=1"}) {
+    const std::string recipe = "kvquant:" + std::string(bits) + ",outliers=0.02,voutliers=0.02" + file.options(2);
+    for (const float spread : {0.0F, 3.0F}) expect_same_seals(recipe.c_str(), shape, spread);
+  }
+}
+
+// One new token at a time on both sides, attention after each.
+TEST(GpuBlockSeal, DecodeLoopFollowsTheCpu) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kvquant:k=3,v=3,window=16", "zipcache:window=16,sink=4"}) {
+    Shape shape;
+    shape.recipe = recipe;
+    shape.lengths = {250, 139};
+    Twins twins(shape, 3, 8);
+    std::mt19937 random(4);
+    for (int step = 0; step < 30; ++step) {
+      append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
+      twins.batch.seal_ready(nullptr);
+      const Twins::Result cpu = twins.on_cpu();
+      EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
+    }
+    for (std::size_t b = 0; b < 2; ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
+    const bool blind = shape.recipe[0] == 'z';
+    EXPECT_EQ(twins.sequences[0].blind_seals(), blind ? 1 : 0);
+    EXPECT_EQ(twins.sequences[0].fork(nullptr).blind_seals(), blind ? 1 : 0);
+  }
+}
+
+// More than a launch holds, into pages of a pool that other contents filled before.
+TEST(GpuBlockSeal, ManyPagesAtOnce) {
+  KVANT_NEEDS_GPU();
+  const CacheShape shape{1, 64, 64, DType::f16};
+  const Recipe recipe = parse_recipe("kvquant:k=2,v=2");
+  PagePool pool(recipe, shape, 300, 300);
+  Batch batch(pool, 1, 300 * kPage);
+  std::mt19937 random(8);
+  for (int round = 0; round < 2; ++round) {
+    Sequence sequence(pool);
+    Sequence* pointer = &sequence;
+    batch.bind(std::span(&pointer, 1), nullptr);
+    std::vector<Cache> caches(1, Cache(recipe, shape));
+    append_to_both(batch, caches, random, 299 * kPage, 0.3F);
+    EXPECT_EQ(batch.seal_ready(nullptr), 298);
+    expect_same_blocks(sequence, caches[0]);
+  }
+}
+
+// One token of all heads under a shared grid must fit a block's shared memory.
+TEST(GpuBlockSeal, SharedGridsOfVeryManyHeadsAreRefused) {
+  KVANT_NEEDS_GPU();
+  const CacheShape shape{1024, 64, 64, DType::f16};
+  PagePool pool(parse_recipe("kvquant"), shape, 1, 1);
+  Batch batch(pool, 1, 128);
+  Sequence sequence(pool);
+  Sequence* pointer = &sequence;
+  batch.bind(std::span(&pointer, 1), nullptr);
+  Guarded row(std::size_t{1024} * 64 * 2);
+  try {
+    batch.append(row.data(), row.data(), 1, nullptr);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    EXPECT_NE(std::string(error.what()).find("1024 KV heads"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(sequence.length(), 0);
+  EXPECT_EQ(pool.free_exact_pages(), 1);
 }
 
 TEST(GpuBlock, UploadAndDownloadKeepEveryBit) {

@@ -134,7 +134,7 @@ static void test_attention(void) {
   kvant_cuda_batch* batch = NULL;
   kvant_cuda_plan* plan = NULL;
   int pages = 0, exact_pages = 0, sealed = 0;
-  int64_t length = 0, sealed_pages = 0;
+  int64_t length = 0, sealed_pages = 0, blind_seals = -1;
   size_t bytes = 0;
   double* want = malloc(count * sizeof(double));
   double* got = malloc(count * sizeof(double));
@@ -163,6 +163,8 @@ static void test_attention(void) {
   CHECK(kvant_cuda_batch_seal_ready(batch, NULL, &sealed) == KVANT_OK && sealed == 3);
   CHECK(kvant_cuda_sequence_length(sequence, &length, &sealed_pages) == KVANT_OK);
   CHECK(length == FIRST + REST && sealed_pages == 3);
+  CHECK(kvant_cuda_sequence_blind_seals(sequence, &blind_seals) == KVANT_OK && blind_seals == 0);
+  CHECK(kvant_cuda_sequence_blind_seals(sequence, NULL) == KVANT_INVALID_ARGUMENT);
   CHECK(kvant_cuda_pool_free_pages(pool, &pages, &exact_pages) == KVANT_OK && pages == 1 && exact_pages == 4);
   for (int rows = 1; rows <= ROWS; rows += ROWS - 1) {
     run_plan(batch, rows, KVANT_CUDA_REFERENCE, q, want);

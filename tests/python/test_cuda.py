@@ -15,9 +15,9 @@ import kvant
 HEADS, GROUP, DIM = 2, 4, 128
 
 
-def make_pool(**changes):
+def make_pool(recipe="kivi:k=4,v=4", **changes):
     options = dict(kv_heads=HEADS, key_dim=DIM, value_dim=DIM, dtype="f16", pages=16, exact_pages=16)
-    return kc.PagePool("kivi:k=4,v=4", **(options | changes))
+    return kc.PagePool(recipe, **(options | changes))
 
 
 def rows(batch, count, heads, seed):
@@ -65,10 +65,13 @@ def test_exact_rows(count):
     assert float((lse - want_lse).abs().max()) < 1e-2
 
 
-def test_sealed_pages_on_a_stream_of_their_own():
+@pytest.mark.parametrize(
+    "recipe, blind", [("kivi:k=4,v=4", 0), ("kvquant:k=4,v=4,sink=0", 0), ("zipcache:low=4,high=5,vlow=4,vhigh=5", 3)]
+)
+def test_sealed_pages_on_a_stream_of_their_own(recipe, blind):
     """4 bits of normal rows: attention stays within what that rounding costs."""
     stream = torch.cuda.Stream()
-    pool = make_pool()
+    pool = make_pool(recipe)
     sequences = [kc.Sequence(pool)]
     keys, values, q = rows(1, 600, HEADS, 1), rows(1, 600, HEADS, 2), rows(1, 20, HEADS * GROUP, 3)
     out = {path: torch.empty_like(q) for path in ("prefill", "reference")}
@@ -82,6 +85,7 @@ def test_sealed_pages_on_a_stream_of_their_own():
             kc.AttendPlan(calls, HEADS * GROUP, 20, path=path).run(q, target, stream=stream.cuda_stream)
     stream.synchronize()
     assert sequences[0].sealed_pages == 3
+    assert sequences[0].blind_seals == blind
     assert relative(out["prefill"], out["reference"].double()) < 1e-3
     assert relative(out["prefill"], attend(q, keys, values)[0]) < 0.2
     assert pool.free_pages == 13

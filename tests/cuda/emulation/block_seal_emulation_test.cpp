@@ -10,6 +10,7 @@
 #include "base/half.hpp"
 #include "cuda/block_seal.cuh"
 #include "kvant/cache.hpp"
+#include "support/calibration.hpp"
 
 namespace kvant::cuda {
 
@@ -203,6 +204,23 @@ TEST(BlockSealEmulation, EveryNumberOfSinks) {
     for (const int sink : {0, 1, 63, 97, 126, 127}) {
       SCOPED_TRACE(std::string(recipe) + ", sink " + std::to_string(sink));
       expect_cpu_bytes(sealing(recipe, sink), {1, 64, 64, DType::f16}, Rows::normal);
+    }
+  }
+}
+
+// Ranges of key channels from a file: more or fewer values lie beyond them than there are slots.
+TEST(BlockSealEmulation, CalibratedRangesAndLevels) {
+  for (const DType type : {DType::f16, DType::bf16}) {
+    const CacheShape shape{2, 64, 64, type};
+    const testing::CalibrationFile file(testing::make_calibration(shape, 0.02));
+    for (const char* bits : {"k=3,v=3", "k=2,v=4,qnorm=1,vqnorm=1"}) {
+      const std::string text = "kvquant:" + std::string(bits) + ",outliers=0.02,voutliers=0.02" + file.options(2);
+      for (const Rows rows : kAllRows) {
+        for (const float spread : {0.0F, 3.0F}) {
+          SCOPED_TRACE(text + ", rows " + std::to_string(static_cast<int>(rows)));
+          expect_cpu_bytes(sealing(text.c_str(), 1), shape, rows, spread);
+        }
+      }
     }
   }
 }
