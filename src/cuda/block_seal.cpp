@@ -56,7 +56,9 @@ BlockSealArgs make_block_seal(const Recipe& recipe, const PageLayout& layout, co
   copy_nearest(layout.key, args.key_nearest);
   copy_nearest(layout.value, args.value_nearest);
   // Sums of least squares have eight threads a token, all else has a warp.
-  args.grid_tokens = args.value_least_squares != 0 ? kMostGridTokens : kBlockSealWarps;
+  if (args.value_least_squares != 0 || format.value.shared_grid != 0) {
+    args.grid_tokens = args.value_least_squares != 0 ? kMostGridTokens : kBlockSealWarps;
+  }
   while (args.grid_tokens > 1 && grid_bytes(format, args.grid_tokens) > kUsualBytes) args.grid_tokens /= 2;
   return args;
 }
@@ -76,6 +78,11 @@ std::vector<std::uint16_t> calibrated_ranges(const PageLayout& layout, int kv_he
   return ranges;
 }
 
+std::size_t block_list_counts(const BlockSealArgs& args) {
+  if (args.format.value.outliers.slots == 0 || args.salient > 0) return 0;
+  return static_cast<std::size_t>(BlockSealBatch::kJobs * args.format.kv_heads * (kPage / kBlockSealPlaces));
+}
+
 bool can_seal_blocks(const BlockSealArgs& args) {
   return grid_bytes(args.format, args.grid_tokens) <= kMostBytes;
 }
@@ -84,12 +91,12 @@ BlockSealGrids::BlockSealGrids(const BlockSealArgs& args) {
   const BlockFormat& format = args.format;
   prepare_y = format.kv_heads;
   const int tiles = format.rest.rows > 0 ? 2 : 1;
-  encode_y = format.kv_heads * tiles + format.kv_heads / heads_of_grid(format) * (kPage / args.grid_tokens);
+  encode_y = format.kv_heads * tiles;
+  if (args.grid_tokens > 0) encode_y += format.kv_heads / heads_of_grid(format) * (kPage / args.grid_tokens);
   encode_bytes =
       std::max(BlockKeyShared::bytes(format.key.depth), static_cast<int>(grid_bytes(format, args.grid_tokens)));
   values_y = format.kv_heads;
-  // A list of outliers is written front to back.
-  values_z = format.value.outliers.slots > 0 ? 1 : kPage / kBlockSealPlaces;
+  values_z = format.value.outliers.slots > 0 && block_list_counts(args) == 0 ? 1 : kPage / kBlockSealPlaces;
   values_bytes = BlockValueShared::bytes(format.value.rows);
 }
 

@@ -66,7 +66,7 @@ __device__ void store_factors(const BlockSealPage& page, int head) {
 template <bool Bfloat>
 __global__ void __launch_bounds__(kBlockSealThreads) block_seal_prepare(const __grid_constant__ BlockSealBatch batch) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x]};
+  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x], static_cast<int>(blockIdx.x)};
   const BlockFormat& format = batch.args.format;
   const int head = static_cast<int>(blockIdx.y);
   const auto clear = [](std::uint8_t* from, int bytes) {
@@ -76,6 +76,8 @@ __global__ void __launch_bounds__(kBlockSealThreads) block_seal_prepare(const __
   };
   clear(page.block(head), format.head_bytes);
   if (head == 0) clear(page.block(format.kv_heads), format.page_bytes - format.kv_heads * format.head_bytes);
+  std::uint32_t* counts = page.list_counts(head);
+  if (counts != nullptr && threadIdx.x < kPage / kBlockSealPlaces) counts[threadIdx.x] = 0;
   __syncthreads();
   auto* scores = reinterpret_cast<double*>(shared);
   if (batch.args.salient > 0) order_tokens<Bfloat>(page, head, scores, shared + kPage * sizeof(double));
@@ -87,7 +89,7 @@ constexpr int kBlockPrepareBytes = kPage * (sizeof(double) + 1);
 template <bool Bfloat>
 __global__ void __launch_bounds__(kBlockSealThreads) block_seal_encode(const __grid_constant__ BlockSealBatch batch) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x]};
+  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x], static_cast<int>(blockIdx.x)};
   const BlockFormat& format = batch.args.format;
   const int tiles = format.rest.rows > 0 ? 2 : 1;
   const int number = static_cast<int>(blockIdx.y);
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kBlockSealThreads) block_seal_encode(const __g
 template <bool Bfloat>
 __global__ void __launch_bounds__(kBlockSealThreads) block_seal_values(const __grid_constant__ BlockSealBatch batch) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x]};
+  const BlockSealPage page{batch.args, batch.jobs[blockIdx.x], static_cast<int>(blockIdx.x)};
   BlockValueSeal<Bfloat>(page, static_cast<int>(blockIdx.y), shared)
       .run(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z));
 }

@@ -20,6 +20,7 @@ struct BlockSealArgs {
   std::uint8_t* pages = nullptr;
   std::int64_t page_stride = 0;
   const std::uint16_t* key_ranges = nullptr;  // calibrated: [kv_heads][key_dim][min, max]; null: those of the page
+  std::uint32_t* list_counts = nullptr;       // block_list_counts() of them; null where that is 0
   BlockFormat format;
   KeyRank rank = KeyRank::none;
   std::int32_t boosted = 0;  // channels of the wider one of two widths
@@ -29,7 +30,7 @@ struct BlockSealArgs {
   std::int32_t salient = 0;  // places of the first class of tokens; 0: one class
   std::int32_t key_least_squares = 0;
   std::int32_t value_least_squares = 0;
-  std::int32_t grid_tokens = 0;  // of a block that finds the grids of values
+  std::int32_t grid_tokens = 0;  // of a block that finds the grids of values; 0: they are found with the codes
   // Tables of levels: the code of each step of the grid (cache::nearest_codes).
   std::uint8_t key_nearest[kTableStepsOnDevice + 2] = {};
   std::uint8_t value_nearest[kTableStepsOnDevice + 2] = {};
@@ -47,6 +48,10 @@ static_assert(sizeof(BlockSealBatch) <= 4000, "kernel parameters");
 BlockSealArgs make_block_seal(const Recipe& recipe, const PageLayout& layout, const BlockFormat& format);
 // BlockSealArgs::key_ranges of a recipe; empty where it has none.
 std::vector<std::uint16_t> calibrated_ranges(const PageLayout& layout, int kv_heads, DType dtype);
+
+// Words of scratch memory: outliers of values per page of a launch, KV head and step of places, so that steps need not
+// wait for each other. 0 for recipes without lists, or whose tokens are in an order of each head's own.
+std::size_t block_list_counts(const BlockSealArgs& args);
 
 // False where one token's values of all heads under a shared grid do not fit a block's shared memory.
 bool can_seal_blocks(const BlockSealArgs& args);

@@ -48,7 +48,7 @@ class BlockKeySeal {
   __device__ int lane() const { return thread() % 32; }
   __device__ int row_tiles() const { return (tile_.rows + kTile - 1) / kTile; }
   __device__ const std::uint16_t* channel(int c) const { return keys_ + c * BlockKeyShared::kKeyStride; }
-  __device__ int levels_at(int place) const { return block_levels(tile_, shared_.planes, place); }
+  __device__ int levels(int place) const { return levels_at(tile_, shared_.planes, place); }
 
   // The tile's coded tokens in the order of its rows; codes of the others are 0.
   __device__ void list_tokens() {
@@ -178,8 +178,8 @@ class BlockKeySeal {
       const int c = shared_.order[at];
       const int row_lane = thread() % kRowLanes;
       const HalfValues values{channel(c) + row_lane, (shared_.count - row_lane + kRowLanes - 1) / kRowLanes};
-      const int levels = levels_at(at);
-      const Ends ends = fit_row<Bfloat>(values, shared_.count, levels % 2 == 0 ? levels / 2 : levels, true,
+      const int steps = levels(at);
+      const Ends ends = fit_row<Bfloat>(values, shared_.count, steps % 2 == 0 ? steps / 2 : steps, true,
                                         {shared_.low[c], shared_.high[c]});
       if (row_lane != 0) continue;
       shared_.low[c] = ends.min;
@@ -209,7 +209,7 @@ class BlockKeySeal {
       const int c = shared_.order[at];
       const std::uint16_t* row = channel(c);
       const Ends ends{shared_.low[c], shared_.high[c]};
-      const BlockCoder coder(tile_, shared_.nearest, true, ends, levels_at(at));
+      const BlockCoder coder(tile_, shared_.nearest, true, ends, levels(at));
       float x[4];
       std::uint32_t codes[4];
 #pragma unroll

@@ -11,6 +11,7 @@ namespace kvant::cuda {
 struct BlockSealPage {
   const BlockSealArgs& args;
   const SealJob& job;
+  int number;  // of the job
 
   __device__ ExactFormat exact_format() const { return {args.format.key.depth, args.format.value.rows}; }
   __device__ const std::uint8_t* exact(int head) const {
@@ -20,6 +21,11 @@ struct BlockSealPage {
   __device__ std::uint8_t* page() const { return args.pages + job.page * args.page_stride; }
   __device__ std::uint8_t* block(int head) const {
     return page() + static_cast<std::int64_t>(head) * args.format.head_bytes;
+  }
+  // Outliers of a head's values in each step of places; null where the list is written front to back.
+  __device__ std::uint32_t* list_counts(int head) const {
+    if (args.list_counts == nullptr) return nullptr;
+    return args.list_counts + (number * args.format.kv_heads + head) * (kPage / kBlockSealPlaces);
   }
   // The token in a place of the page of a head.
   __device__ int token(int head, int place) const {
@@ -48,36 +54,80 @@ __device__ __forceinline__ float from_ordered(std::uint32_t key) {
   return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7FFFFFFFU : ~key);
 }
 
-// Smallest and largest of a row of n values without the `outside` first ones at either end. Those of a row of which
-// some are outside must be values of the cache's type: their last 13 bits are zeros.
-template <class Row>
-__device__ __forceinline__ Ends inner_range(const Row& row, int n, int outside) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (outside == 0) {
-    std::uint32_t low = 0xFFFFFFFFU, high = 0;
-    for (int i = lane; i < n; i += 32) {
-      const std::uint32_t key = ordered_bits(row(i));
-      low = min(low, key);
-      high = max(high, key);
-    }
-    return {from_ordered(__reduce_min_sync(0xFFFFFFFFU, low)), from_ordered(__reduce_max_sync(0xFFFFFFFFU, high))};
-  }
-  // Bit by bit from the top: the largest numbers that enough values are not below.
-  std::uint32_t low = 0, high = 0;
+constexpr int kListed = BlockGridShared::kListed;
+
+// The largest of up to kListed keys, four of a lane, without the `outside` first ones. 0 is no key.
+__device__ __forceinline__ std::uint32_t select_key(std::uint32_t (&keys)[4], int outside) {
 #pragma unroll 1
-  for (std::uint32_t bit = 0x80000000U; bit >= 1U << 13; bit >>= 1) {
-    int above_low = 0, above_high = 0;
+  while (true) {
+    const std::uint32_t own = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
+    const std::uint32_t top = __reduce_max_sync(0xFFFFFFFFU, own);
+    if (outside-- == 0) return top;
+    const int owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFU, own == top))) - 1;
+    bool taken = static_cast<int>(threadIdx.x) % 32 != owner;
+#pragma unroll
+    for (std::uint32_t& key : keys) {
+      if (taken || key != top) continue;
+      key = 0;
+      taken = true;
+    }
+  }
+}
+
+// One end of a row of n values, as ordered bits with those of `flip` turned: the largest without the `outside` first.
+// list: kListed words of the warp; null where rows are no longer.
+template <class Row>
+__device__ __forceinline__ std::uint32_t row_end(const Row& row, int n, int outside, std::uint32_t flip,
+                                                 std::uint32_t* list) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t keys[4] = {};
+  if (n <= kListed) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (32 * j + lane < n) keys[j] = ordered_bits(row(32 * j + lane)) ^ flip;
+    }
+    return select_key(keys, outside);
+  }
+#pragma unroll 8
+  for (int i = lane; i < n; i += 32) keys[0] = max(keys[0], ordered_bits(row(i)) ^ flip);
+  if (outside == 0) return __reduce_max_sync(0xFFFFFFFFU, keys[0]);
+  if (outside < 32) {
+    // Of 32 parts the largest values: as many as needed are not below this one. Few others are.
+    const std::uint32_t least = select_key(keys, outside);
+    int count = 0;
 #pragma unroll 4
     for (int i = lane; i < n; i += 32) {
-      const std::uint32_t key = ordered_bits(row(i));
-      above_low += key >= (low | bit) ? 1 : 0;
-      above_high += key >= (high | bit) ? 1 : 0;
+      const std::uint32_t key = ordered_bits(row(i)) ^ flip;
+      const unsigned all = __ballot_sync(0xFFFFFFFFU, key >= least);
+      const int at = count + __popc(all & ((1U << lane) - 1U));
+      if (key >= least && at < kListed) list[at] = key;
+      count += __popc(all);
     }
-    if (__reduce_add_sync(0xFFFFFFFFU, above_low) >= n - outside) low |= bit;
-    if (__reduce_add_sync(0xFFFFFFFFU, above_high) > outside) high |= bit;
+    __syncwarp();
+    if (count <= kListed) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) keys[j] = 32 * j + lane < count ? list[32 * j + lane] : 0;
+      __syncwarp();
+      return select_key(keys, outside);
+    }
   }
-  const auto whole = [](std::uint32_t key) { return (key & 0x80000000U) != 0 ? key : key | 0x1FFFU; };
-  return {from_ordered(whole(low)), from_ordered(whole(high))};
+  // Bit by bit from the top: the largest number that enough values are not below.
+  std::uint32_t found = 0;
+#pragma unroll 1
+  for (std::uint32_t bit = 0x80000000U; bit > 0; bit >>= 1) {
+    int above = 0;
+#pragma unroll 8
+    for (int i = lane; i < n; i += 32) above += (ordered_bits(row(i)) ^ flip) >= (found | bit) ? 1 : 0;
+    if (__reduce_add_sync(0xFFFFFFFFU, above) > outside) found |= bit;
+  }
+  return found;
+}
+
+// Smallest and largest of a row of n values without the `outside` first ones at either end.
+template <class Row>
+__device__ __forceinline__ Ends inner_range(const Row& row, int n, int outside, std::uint32_t* list = nullptr) {
+  const std::uint32_t high = row_end(row, n, outside, 0, list);
+  return {from_ordered(~row_end(row, n, outside, 0xFFFFFFFFU, list)), from_ordered(high)};
 }
 
 // ---- values
@@ -126,6 +176,11 @@ __device__ __forceinline__ void load_values(const BlockSealPage& page, int head,
 
 // ---- codes
 
+// The grid's number of steps at a depth index.
+__device__ __forceinline__ int levels_at(const BlockTile& tile, const BlockPlane (&planes)[kBlockPlanes], int i) {
+  return tile.levels > 0 ? tile.levels : block_levels(tile, planes, i);
+}
+
 // Whether a value lies beyond its row's range.
 __device__ __forceinline__ bool is_outlier(float x, Ends range) {
   return x < range.min || x > range.max;
@@ -139,7 +194,7 @@ struct BlockCoder {
   Grid grid;
   int levels, shift;  // even widths lie one bit up
 
-  // levels: of the depth index (block_levels).
+  // all_levels: of the depth index (levels_at).
   __device__ __forceinline__ BlockCoder(const BlockTile& tile, const std::uint8_t* table, bool keys, Ends range,
                                         int all_levels)
       : nearest(tile.table_bits > 0 ? table : nullptr),

@@ -1,5 +1,5 @@
-// Values of block pages: first the grids of some tokens, a warp per token; then, where all grids are known, the codes
-// of a page and KV head.
+// Values of block pages: first the grids of some tokens, a warp per token, where heads share them or sums of least
+// squares take their time; then the codes of a page and KV head.
 #pragma once
 
 #include "cuda/block_seal_rows.cuh"
@@ -46,6 +46,9 @@ class BlockGridSeal {
       std::uint32_t before = 0;
       for (int k = 0; k <= h; ++k) before += static_cast<std::uint32_t>(counts_[k]);
       atomicAdd(starts + h + 1, before);
+      if (page_.list_counts(h) != nullptr) {
+        atomicAdd(page_.list_counts(h) + first_ / kBlockSealPlaces, static_cast<std::uint32_t>(counts_[h]));
+      }
     }
   }
 
@@ -60,7 +63,7 @@ class BlockGridSeal {
   __device__ Ends measure(int i) {
     for (int h = 0; h < heads_; ++h) load_values<Bfloat>(page_, first_head_ + h, token(i), row(i) + h * tile_.rows);
     const int outside = min(tile_.outliers.per_vector / 2, (width_ - 1) / 2);
-    Ends range = inner_range(FloatRow{row(i)}, width_, outside);
+    Ends range = inner_range(FloatRow{row(i)}, width_, outside, shared_.list[thread() / 32]);
     range = {range_end<Bfloat>(range.min), range_end<Bfloat>(range.max)};
     if (thread() % 32 == 0) {
       shared_.ends[i][0] = range.min;
@@ -83,7 +86,7 @@ class BlockGridSeal {
     const int i = thread() / kRowLanes % args_.grid_tokens;
     Ends ends{0, 0};
     if (thread() < most) {
-      const int levels = block_levels(tile_, tile_.planes, 0);
+      const int levels = levels_at(tile_, tile_.planes, 0);
       // Rows of tokens that are left out were not loaded: one row is as good as another there.
       const bool live = token(i) >= page_.job.skip;
       const RowValues values{row(i) + thread() % kRowLanes, kRowLanes, live ? width_ / kRowLanes : 0};
@@ -132,7 +135,7 @@ class BlockValueSeal {
         rows_(reinterpret_cast<float*>(memory + sizeof(BlockValueShared))),
         codes_(memory + sizeof(BlockValueShared) + kBlockSealWarps * tile_.rows * 4) {}
 
-  // Steps first, first + stride.. of 16 places; all of them, from the first, where there are lists.
+  // Steps first, first + stride.. of 16 places.
   __device__ void run(int first, int stride) {
     for (int i = thread(); i <= kTableStepsOnDevice; i += kBlockSealThreads) {
       shared_.nearest[i] = args_.value_nearest[i];
@@ -141,6 +144,7 @@ class BlockValueSeal {
     int slot = 0;
     if (list.slots > 0) {
       slot = static_cast<int>(reinterpret_cast<const std::uint32_t*>(page_.page() + list.start_offset)[head_]);
+      for (int step = 0; step < first; ++step) slot += static_cast<int>(page_.list_counts(head_)[step]);
     }
     for (int step = first; step < kPage / kBlockSealPlaces; step += stride) {
       const int first_place = step * kBlockSealPlaces;
@@ -172,13 +176,25 @@ class BlockValueSeal {
             ptx::widen2<Bfloat>(grid[tile_.max_offset / 2 + at]).x};
   }
 
+  __device__ Ends measure(int place, bool live) const {
+    if (!live) return {0, 0};
+    Ends range = inner_range(FloatRow{row()}, tile_.rows, 0);
+    range = {range_end<Bfloat>(range.min), range_end<Bfloat>(range.max)};
+    auto* grid = reinterpret_cast<std::uint16_t*>(block_);
+    if (lane() == 0) {
+      grid[tile_.min_offset / 2 + place] = static_cast<std::uint16_t>(ptx::narrow2<Bfloat>(range.min, 0));
+      grid[tile_.max_offset / 2 + place] = static_cast<std::uint16_t>(ptx::narrow2<Bfloat>(range.max, 0));
+    }
+    return range;
+  }
+
   // A warp: place first + i of the page.
   __device__ void encode(int first, int i) {
     const int token = page_.token(head_, first + i);
     const bool live = token >= page_.job.skip;
     if (live) load_values<Bfloat>(page_, head_, token, row());
-    const Ends ends = grid_of(first + i, token);
-    const BlockCoder coder(tile_, shared_.nearest, false, ends, block_levels(tile_, tile_.planes, first + i));
+    const Ends ends = args_.grid_tokens > 0 ? grid_of(first + i, token) : measure(first + i, live);
+    const BlockCoder coder(tile_, shared_.nearest, false, ends, levels_at(tile_, tile_.planes, first + i));
     for (int c = lane(); c < tile_.rows; c += 128) {
       float x[4] = {};
       std::uint32_t codes[4] = {};

@@ -110,6 +110,8 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& cho
   block_seal.pages = pages.get();
   block_seal.page_stride = static_cast<std::int64_t>(page_stride());
   block_seal.key_ranges = key_ranges.get();
+  list_counts = DeviceBuffer<std::uint32_t>(block_list_counts(block_seal));
+  block_seal.list_counts = list_counts.get();
 }
 
 bool PagePool::Impl::seals() const {

@@ -35,7 +35,8 @@ struct PagePool::Impl {
   bool blind = false;  // what seals a page here would look at queries
   DeviceBuffer<std::uint8_t> pages;
   DeviceBuffer<std::uint8_t> exact;
-  DeviceBuffer<std::uint16_t> key_ranges;  // BlockSealArgs::key_ranges
+  DeviceBuffer<std::uint16_t> key_ranges;   // BlockSealArgs::key_ranges
+  DeviceBuffer<std::uint32_t> list_counts;  // BlockSealArgs::list_counts
   Numbers page_numbers;
   Numbers exact_numbers;
   BlockSealArgs block_seal;  // of block pages

@@ -55,6 +55,9 @@ struct alignas(16) BlockKeyShared {
 
 // float rows[tokens][row_stride], the values of each token under one grid; then int counts[heads] of their outliers.
 struct alignas(16) BlockGridShared {
+  static constexpr int kListed = 128;
+
+  std::uint32_t list[kBlockSealWarps][kListed];  // values that may be an end of a row
   float ends[kMostGridTokens][2];
 
   KVANT_BOTH static constexpr int row_stride(int values) { return values + 8; }

@@ -29,6 +29,7 @@ constexpr const char* kRecipes[] = {
     "k=kvquant:2,v=kivi:4",
     "k=kivi:3,v=kvquant:4",
     "k=kvquant:4,v=zipcache",
+    "k=zipcache,v=kvquant:3",
     "zipcache",
     "zipcache:salient=0.5,saliency=norm",
     "zipcache:salient=0.13,high=8,low=4,vhigh=5,vlow=1",
@@ -150,6 +151,8 @@ void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, 
   batch.args.pages = sealed.data();
   batch.args.page_stride = format.page_bytes;
   batch.args.key_ranges = ranges.empty() ? nullptr : ranges.data();
+  std::vector<std::uint32_t> counts(block_list_counts(batch.args), 12345);
+  batch.args.list_counts = counts.empty() ? nullptr : counts.data();
   for (int i = 0; i < pages; ++i) batch.jobs[i] = {i, i, i == 0 ? recipe.sink : 0};
   if (shape.dtype == DType::bf16) {
     run_kernels<true>(batch, pages);
@@ -194,6 +197,17 @@ TEST(BlockSealEmulation, EveryDimension) {
       SCOPED_TRACE(std::string(recipe) + " " + std::to_string(key) + "x" + std::to_string(value));
       expect_cpu_bytes(sealing(recipe, 0), {3, key, value, ++number % 2 == 0 ? DType::bf16 : DType::f16},
                        Rows::outlying, number % 2 == 0 ? 0.0F : 3.0F);
+    }
+  }
+}
+
+// Grids and lists of more values than a warp keeps at hand, with few outliers and many, apart and alike.
+TEST(BlockSealEmulation, SharedGridsOfManyHeads) {
+  for (const char* recipe : {"kvquant:k=3,v=3", "kvquant:k=2,v=2,voutliers=0.1", "k=zipcache,v=kvquant:4", "zipcache",
+                             "k=kivi:1,v=waterfill:2,shared=1"}) {
+    for (const Rows rows : kAllRows) {
+      SCOPED_TRACE(std::string(recipe) + ", rows " + std::to_string(static_cast<int>(rows)));
+      expect_cpu_bytes(sealing(recipe, 4), {11, 64, 64, DType::f16}, rows);
     }
   }
 }
