@@ -83,6 +83,22 @@ TEST_P(Grid, HadamardTwiceIsTheIdentityTimesTheBlock) {
   for (std::size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(y[i], 64 * x[i], 1e-3);
 }
 
+// Which of two zeros is the smaller one depends on the registers; ends of a range are the same everywhere.
+TEST(GridRange, HasNoMinusZero) {
+  cache::RowCoder coder(DType::f16, false, 40);
+  std::vector<std::uint8_t> codes(40);
+  for (int n = 1; n <= 40; ++n) {
+    for (const int period : {1, 2, 3, 7}) {
+      std::vector<float> x(40, 0.0F);
+      for (std::size_t i = 0; i < x.size(); i += static_cast<std::size_t>(period)) x[i] = -0.0F;
+      for (const cache::Endpoints ends : {coder.range(x.data(), n), coder.code(x.data(), n, 3, codes.data())}) {
+        EXPECT_EQ(std::bit_cast<std::uint32_t>(ends.min), 0U);
+        EXPECT_EQ(std::bit_cast<std::uint32_t>(ends.max), 0U);
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Sets, Grid, ::testing::ValuesIn(testing::kernel_sets()), testing::kernel_set_name);
 
 // ---- RowCoder, against fp64 written from its definition
