@@ -309,7 +309,7 @@ void run_prefill(const std::string& only) {
   }
 }
 
-// `name`: only cases whose name begins like it.
+// `name`: only cases whose name (of "seal": whose recipe) begins like it.
 int run(const std::string& what, const std::string& name) {
   const DeviceInfo info = device_info();
   const double bandwidth = read_bandwidth();
@@ -341,6 +341,7 @@ int run(const std::string& what, const std::string& name) {
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0",
                              "kvquant:k=3,v=3,sink=0", "kvquant:k=2,v=2,sink=0", "zipcache", "kivi:k=8,v=8",
                              "kitty:selector=variance", "waterfill:rotate=0", "k=zipcache,v=waterfill:3"}) {
+    if (what == "seal" && !std::string(recipe).starts_with(name)) continue;
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,
                   time_seal(recipe, pages));

@@ -14,11 +14,14 @@ __device__ void order_tokens(const BlockSealPage& page, int head, double* scores
   const ExactFormat format = page.exact_format();
   if (token < kPage) {  // the sum of squares, channel after channel; products of halves are exact
     double sum = 0;
-    for (int d = 0; d < format.key_dim; d += 2) {
-      const float2 both =
-          ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint32_t*>(page.exact(head) + format.key_at(token, d)));
-      for (const float x : {both.x, both.y}) {
-        sum = __dadd_rn(sum, __dmul_rn(static_cast<double>(x), static_cast<double>(x)));
+    const std::uint8_t* from = page.exact(head) + format.key_at(token, 0);
+#pragma unroll 2
+    for (int tile = 0; tile < format.key_dim / kTile; ++tile, from += kQuadBytes) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float2 both = ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint32_t*>(from + i % 4 * 16 + i / 4 * 8));
+        sum = __dadd_rn(sum, __dmul_rn(both.x, both.x));
+        sum = __dadd_rn(sum, __dmul_rn(both.y, both.y));
       }
     }
     scores[token] = sum;
@@ -44,20 +47,38 @@ __device__ void order_tokens(const BlockSealPage& page, int head, double* scores
   page.block(head)[page.args.format.tokens_offset + place] = static_cast<std::uint8_t>(token);
 }
 
-// The root of each value channel's largest magnitude.
+// The root of each value channel's largest magnitude; a warp has 16 channels.
 template <bool Bfloat>
 __device__ void store_factors(const BlockSealPage& page, int head) {
   const BlockTile& tile = page.args.format.value;
   const ExactFormat format = page.exact_format();
   auto* factors = reinterpret_cast<std::uint16_t*>(page.block(head) + tile.factor_offset);
-  for (int c = static_cast<int>(threadIdx.x); c < tile.rows; c += kBlockSealThreads) {
-    float largest = 0;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4;
+  const int skip = page.job.skip;
+  for (int first = static_cast<int>(threadIdx.x) / 32; first < tile.rows / kTile; first += kBlockSealWarps) {
+    const auto* data =
+        reinterpret_cast<const uint4*>(page.exact(head) + format.key_bytes() + first * kQuadBytes) + lane;
+    float largest[2] = {0, 0};  // of channels g and g + 8
 #pragma unroll 4
-    for (int token = page.job.skip; token < kPage; ++token) {
-      const std::uint8_t* x = page.exact(head) + format.value_at(token, c);
-      largest = fmaxf(largest, fabsf(ptx::widen2<Bfloat>(*reinterpret_cast<const std::uint16_t*>(x)).x));
+    for (int tokens = 0; tokens < kPage / kTile; ++tokens) {
+      const uint4 words = data[tokens * (format.tile_bytes() / 16)];
+      const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int token = tokens * kTile + 2 * (lane % 4) + 8 * (r >> 1);
+        const float2 both = ptx::widen2<Bfloat>(all[r]);
+        if (token >= skip) largest[r & 1] = fmaxf(largest[r & 1], fabsf(both.x));
+        if (token + 1 >= skip) largest[r & 1] = fmaxf(largest[r & 1], fabsf(both.y));
+      }
     }
-    factors[c] = static_cast<std::uint16_t>(ptx::narrow2<Bfloat>(__fsqrt_rn(largest), 0));
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float root = __fsqrt_rn(ptx::xor_max<2>(ptx::xor_max<1>(largest[k])));
+      if (lane % 4 == k) {
+        factors[first * kTile + g + 8 * k] = static_cast<std::uint16_t>(ptx::narrow2<Bfloat>(root, 0));
+      }
+    }
   }
 }
 

@@ -37,8 +37,9 @@ class BlockKeySeal {
     encode();
     __syncthreads();
     const auto* words = reinterpret_cast<const std::uint32_t*>(codes_);
+    PackTurns turns(false);
     for (const BlockPlane& plane : shared_.planes) {
-      if (plane.fours > 0) pack_fours(plane, row_tiles(), 0, plane.fours, words, stride_ / kFour, 0, block_);
+      if (plane.fours > 0) pack_fours(plane, row_tiles(), 0, plane.fours, words, stride_ / kFour, 0, block_, turns);
     }
   }
 

@@ -74,60 +74,82 @@ __device__ __forceinline__ std::uint32_t select_key(std::uint32_t (&keys)[4], in
   }
 }
 
-// One end of a row of n values, as ordered bits with those of `flip` turned: the largest without the `outside` first.
-// list: kListed words of the warp; null where rows are no longer.
+// The same by bisection over the bits of a row of n values, as ordered bits with those of `flip` turned.
 template <class Row>
-__device__ __forceinline__ std::uint32_t row_end(const Row& row, int n, int outside, std::uint32_t flip,
-                                                 std::uint32_t* list) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  std::uint32_t keys[4] = {};
-  if (n <= kListed) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (32 * j + lane < n) keys[j] = ordered_bits(row(32 * j + lane)) ^ flip;
-    }
-    return select_key(keys, outside);
-  }
-#pragma unroll 8
-  for (int i = lane; i < n; i += 32) keys[0] = max(keys[0], ordered_bits(row(i)) ^ flip);
-  if (outside == 0) return __reduce_max_sync(0xFFFFFFFFU, keys[0]);
-  if (outside < 32) {
-    // Of 32 parts the largest values: as many as needed are not below this one. Few others are.
-    const std::uint32_t least = select_key(keys, outside);
-    int count = 0;
-#pragma unroll 4
-    for (int i = lane; i < n; i += 32) {
-      const std::uint32_t key = ordered_bits(row(i)) ^ flip;
-      const unsigned all = __ballot_sync(0xFFFFFFFFU, key >= least);
-      const int at = count + __popc(all & ((1U << lane) - 1U));
-      if (key >= least && at < kListed) list[at] = key;
-      count += __popc(all);
-    }
-    __syncwarp();
-    if (count <= kListed) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) keys[j] = 32 * j + lane < count ? list[32 * j + lane] : 0;
-      __syncwarp();
-      return select_key(keys, outside);
-    }
-  }
-  // Bit by bit from the top: the largest number that enough values are not below.
-  std::uint32_t found = 0;
+__device__ __forceinline__ std::uint32_t bisect_row(const Row& row, int n, int outside, std::uint32_t flip) {
+  std::uint32_t found = 0;  // the largest number that enough values are not below
 #pragma unroll 1
   for (std::uint32_t bit = 0x80000000U; bit > 0; bit >>= 1) {
     int above = 0;
 #pragma unroll 8
-    for (int i = lane; i < n; i += 32) above += (ordered_bits(row(i)) ^ flip) >= (found | bit) ? 1 : 0;
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < n; i += 32) {
+      above += (ordered_bits(row(i)) ^ flip) >= (found | bit) ? 1 : 0;
+    }
     if (__reduce_add_sync(0xFFFFFFFFU, above) > outside) found |= bit;
   }
   return found;
 }
 
-// Smallest and largest of a row of n values without the `outside` first ones at either end.
+// Appends to a list of kListed keys those of the lanes that have one; returns how many there are now, listed or not.
+__device__ __forceinline__ int append_keys(std::uint32_t* list, int count, bool mine, std::uint32_t key) {
+  const unsigned all = __ballot_sync(0xFFFFFFFFU, mine);
+  const int at = count + __popc(all & ((1U << static_cast<int>(threadIdx.x) % 32) - 1U));
+  if (mine && at < kListed) list[at] = key;
+  return count + __popc(all);
+}
+
+// Smallest and largest of a row of n values without the `outside` first ones at either end. lists: two of the warp's
+// own; null where rows are no longer than a list.
 template <class Row>
-__device__ __forceinline__ Ends inner_range(const Row& row, int n, int outside, std::uint32_t* list = nullptr) {
-  const std::uint32_t high = row_end(row, n, outside, 0, list);
-  return {from_ordered(~row_end(row, n, outside, 0xFFFFFFFFU, list)), from_ordered(high)};
+__device__ __forceinline__ Ends inner_range(const Row& row, int n, int outside,
+                                            std::uint32_t (*lists)[kListed] = nullptr) {
+  constexpr std::uint32_t flip = 0xFFFFFFFFU;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t lows[4] = {}, highs[4] = {};
+  if (n <= kListed) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (32 * j + lane >= n) break;
+      highs[j] = ordered_bits(row(32 * j + lane));
+      lows[j] = highs[j] ^ flip;
+    }
+    const std::uint32_t high = select_key(highs, outside);
+    return {from_ordered(select_key(lows, outside) ^ flip), from_ordered(high)};
+  }
+  float low = INFINITY, high = -INFINITY;
+#pragma unroll 8
+  for (int i = lane; i < n; i += 32) {
+    low = fminf(low, row(i));
+    high = fmaxf(high, row(i));
+  }
+  lows[0] = ordered_bits(low) ^ flip;
+  highs[0] = ordered_bits(high);
+  int low_count = kListed + 1, high_count = kListed + 1;
+  if (outside < 32) {
+    // Of 32 parts the extremes: as many as needed are not inside of these two. Few others are.
+    low = from_ordered(select_key(lows, outside) ^ flip);
+    high = from_ordered(select_key(highs, outside));
+    if (outside == 0) return {low, high};
+    low_count = high_count = 0;
+#pragma unroll 8
+    for (int i = lane; i < n; i += 32) {
+      const float x = row(i);
+      if (!__any_sync(0xFFFFFFFFU, x <= low || x >= high)) continue;
+      low_count = append_keys(lists[0], low_count, x <= low, ordered_bits(x) ^ flip);
+      high_count = append_keys(lists[1], high_count, x >= high, ordered_bits(x));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 32 * j + lane;
+      lows[j] = i < low_count ? lists[0][i] : 0;
+      highs[j] = i < high_count ? lists[1][i] : 0;
+    }
+    __syncwarp();
+  }
+  const std::uint32_t first = low_count <= kListed ? select_key(lows, outside) : bisect_row(row, n, outside, flip);
+  const std::uint32_t last = high_count <= kListed ? select_key(highs, outside) : bisect_row(row, n, outside, 0);
+  return {from_ordered(first ^ flip), from_ordered(last)};
 }
 
 // ---- values
@@ -215,10 +237,28 @@ struct BlockCoder {
   }
 };
 
+// Who writes the words of a row block of a plane: all threads, or where there are few words one warp after another.
+class PackTurns {
+ public:
+  __device__ explicit PackTurns(bool by_warp) : by_warp_(by_warp) {}
+  // The first word of this thread in the next row block; negative: none.
+  __device__ int first() {
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (!by_warp_) return thread;
+    return turn_++ % kBlockSealWarps == thread / 32 ? thread % 32 : -1;
+  }
+  __device__ int stride() const { return by_warp_ ? 32 : kBlockSealThreads; }
+
+ private:
+  bool by_warp_;
+  int turn_ = 0;
+};
+
 // Words of fours begin..end-1 of a plane, which start a word group. codes: byte b of word (row, four) at
 // codes[row * stride + four - base] is depth index 4 four + b of the tile; `block` is the head's.
 __device__ __forceinline__ void pack_fours(const BlockPlane& plane, int row_tiles, int begin, int end,
-                                           const std::uint32_t* codes, int stride, int base, std::uint8_t* block) {
+                                           const std::uint32_t* codes, int stride, int base, std::uint8_t* block,
+                                           PackTurns& turns) {
   const int bits = plane.bits;
   const std::uint32_t field = static_cast<std::uint32_t>((1 << bits) - 1) * 0x01010101U;
   std::uint8_t* to = block + plane.offset;
@@ -227,18 +267,17 @@ __device__ __forceinline__ void pack_fours(const BlockPlane& plane, int row_tile
     const int left = row_tiles - tile;
     const int tiles = left >= 4 && bits < 4 ? 4 : (left >= 2 ? 2 : 1);
     const int shift = block_group_shift(bits, tiles);
-    const int first = begin >> shift;
-    const int groups = ((end + (1 << shift) - 1) >> shift) - first;
-    for (int i = static_cast<int>(threadIdx.x); i < groups * kTile; i += kBlockSealThreads) {
-      const int group = first + i / kTile;
-      const int row = tile * kTile + i % kTile;
+    const int words = ((end + (1 << shift) - 1) >> shift << 4) - (begin >> shift << 4);
+    const int from = turns.first();
+    for (int i = from; from >= 0 && i < words; i += turns.stride()) {
+      const int group = (begin >> shift) + i / kTile;
+      const std::uint32_t* quads = codes + (tile * kTile + i % kTile) * stride + plane.first + (group << shift) - base;
+      const int fours = min(1 << shift, end - (group << shift));
       std::uint32_t word = 0;
-      for (int q = 0; q < 1 << shift; ++q) {
-        const int four = (group << shift) + q;
-        if (four >= end) break;
-        for (int p = 0; p < tiles; ++p) {
-          const std::uint32_t quad = codes[(row + p * kTile) * stride + plane.first + four - base];
-          word |= (quad >> plane.shift & field) << ((q * tiles + p) * bits);
+      int position = 0;
+      for (int q = 0; q < fours; ++q) {
+        for (int p = 0; p < tiles; ++p, position += bits) {
+          word |= (quads[p * kTile * stride + q] >> plane.shift & field) << position;
         }
       }
       *reinterpret_cast<std::uint32_t*>(to + group * kFourBytes + i % kTile * kFour) = word;

@@ -63,7 +63,7 @@ class BlockGridSeal {
   __device__ Ends measure(int i) {
     for (int h = 0; h < heads_; ++h) load_values<Bfloat>(page_, first_head_ + h, token(i), row(i) + h * tile_.rows);
     const int outside = min(tile_.outliers.per_vector / 2, (width_ - 1) / 2);
-    Ends range = inner_range(FloatRow{row(i)}, width_, outside, shared_.list[thread() / 32]);
+    Ends range = inner_range(FloatRow{row(i)}, width_, outside, shared_.lists[thread() / 32]);
     range = {range_end<Bfloat>(range.min), range_end<Bfloat>(range.max)};
     if (thread() % 32 == 0) {
       shared_.ends[i][0] = range.min;
@@ -73,10 +73,12 @@ class BlockGridSeal {
   }
 
   __device__ void count_outliers(const float* x, Ends ends) {
+    for (int h = 0; h < heads_; ++h, x += tile_.rows) {
+      int count = 0;
 #pragma unroll 4
-    for (int i = thread() % 32; i < width_; i += 32) {
-      const unsigned all = __ballot_sync(0xFFFFFFFFU, is_outlier(x[i], ends));
-      if (thread() % 32 == 0 && all != 0) atomicAdd(counts_ + i / tile_.rows, __popc(all));
+      for (int c = thread() % 32; c < tile_.rows; c += 32) count += is_outlier(x[c], ends) ? 1 : 0;
+      count = __reduce_add_sync(0xFFFFFFFFU, count);
+      if (thread() % 32 == 0 && count > 0) atomicAdd(counts_ + h, count);
     }
   }
 
@@ -153,11 +155,12 @@ class BlockValueSeal {
       __syncthreads();
       const auto* words = reinterpret_cast<const std::uint32_t*>(codes_);
       constexpr int fours = kBlockSealPlaces / kFour;
+      PackTurns turns(true);
       for (const BlockPlane& plane : tile_.planes) {
         const int end = min((step + 1) * fours, static_cast<int>(plane.fours));
         if (step * fours >= end) continue;
         pack_fours(plane, tile_.rows / kTile, step * fours, end, words, BlockValueShared::kCodeStride / kFour,
-                   step * fours, block_);
+                   step * fours, block_, turns);
       }
       if (list.slots > 0) slot = store_outliers(first_place, slot);
     }
@@ -218,20 +221,28 @@ class BlockValueSeal {
   // Slots from `slot` on, by place, then channel; returns the next free one.
   __device__ int store_outliers(int first, int slot) {
     const BlockOutliers& list = tile_.outliers;
-    const int words = tile_.rows / 32;
-    std::uint8_t* base = page_.page();
-    const auto* bits = &shared_.outliers[0][0];
-    const auto word_at = [&](int i) { return bits[i / words * (kMostDim / 32) + i % words]; };
-    int all = 0;
-    int before = 0;  // in the words in front of this thread's
-    for (int i = 0; i < kBlockSealPlaces * words; ++i) {
-      if (i == thread()) before = all;
-      all += __popc(word_at(i));
+    const int words = tile_.rows / 32;  // of a place; threads of whole warps have one each
+    const bool mine = thread() < kBlockSealPlaces * words;
+    const std::uint32_t own = mine ? shared_.outliers[thread() / words][thread() % words] : 0;
+    int before = __popc(own);
+#pragma unroll
+    for (int span = 1; span < 32; span *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFFU, before, span);
+      if (lane() >= span) before += other;
     }
-    if (thread() < kBlockSealPlaces * words) {
+    if (lane() == 31) shared_.counts[thread() / 32] = before;
+    before -= __popc(own);
+    __syncthreads();
+    int all = 0;
+    for (int warp = 0; warp < kBlockSealWarps; ++warp) {
+      if (warp == thread() / 32) before += all;
+      all += shared_.counts[warp];
+    }
+    if (mine) {
+      std::uint8_t* base = page_.page();
       const int place = first + thread() / words;
       int to = slot + before;
-      for (std::uint32_t left = word_at(thread()); left != 0; left &= left - 1, ++to) {
+      for (std::uint32_t left = own; left != 0; left &= left - 1, ++to) {
         const int channel = thread() % words * 32 + __ffs(static_cast<int>(left)) - 1;
         reinterpret_cast<std::uint16_t*>(base + list.value_offset)[to] = value_at(place, channel);
         base[list.row_offset + to] = static_cast<std::uint8_t>(channel);

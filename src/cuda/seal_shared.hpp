@@ -57,7 +57,7 @@ struct alignas(16) BlockKeyShared {
 struct alignas(16) BlockGridShared {
   static constexpr int kListed = 128;
 
-  std::uint32_t list[kBlockSealWarps][kListed];  // values that may be an end of a row
+  std::uint32_t lists[kBlockSealWarps][2][kListed];  // values that may be the ends of a row
   float ends[kMostGridTokens][2];
 
   KVANT_BOTH static constexpr int row_stride(int values) { return values + 8; }
@@ -73,6 +73,7 @@ struct alignas(16) BlockValueShared {
 
   BlockPlane planes[kBlockPlanes];
   std::uint32_t outliers[kBlockSealPlaces][kMostDim / 32];  // a bit per channel
+  int counts[kBlockSealWarps];                              // of them, per warp that counts
   std::uint8_t nearest[kTableStepsOnDevice + 2];
 
   KVANT_BOTH static constexpr int bytes(int dim) {

@@ -214,6 +214,10 @@ T __shfl_sync(unsigned /*mask*/, T x, int from) {
   });
 }
 template <class T>
+T __shfl_up_sync(unsigned mask, T x, int count) {
+  return __shfl_sync(mask, x, emulation::lane() < count ? emulation::lane() : emulation::lane() - count);
+}
+template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int bits) {
   return __shfl_sync(mask, x, emulation::lane() ^ bits);
 }
