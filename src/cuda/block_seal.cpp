@@ -80,7 +80,8 @@ std::vector<std::uint16_t> calibrated_ranges(const PageLayout& layout, int kv_he
 
 std::size_t block_list_counts(const BlockSealArgs& args) {
   if (args.format.value.outliers.slots == 0 || args.salient > 0) return 0;
-  return static_cast<std::size_t>(BlockSealBatch::kJobs * args.format.kv_heads * (kPage / kBlockSealPlaces));
+  return std::size_t{BlockSealBatch::kJobs} * static_cast<std::size_t>(args.format.kv_heads) *
+         (kPage / kBlockSealPlaces);
 }
 
 bool can_seal_blocks(const BlockSealArgs& args) {
