@@ -35,6 +35,18 @@ __device__ __forceinline__ std::uint32_t packed_max(std::uint32_t a, std::uint32
   return r;
 }
 
+// No minus zeros: which of two zeros is the smaller one is nobody's business, and pages never hold it.
+template <bool Bfloat>
+__device__ __forceinline__ std::uint32_t packed_plus_zero(std::uint32_t x) {
+  std::uint32_t r;
+  if constexpr (Bfloat) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3F803F80U), "r"(0U));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3C003C00U), "r"(0U));
+  }
+  return r;
+}
+
 // Sums of magnitudes, which rank channels. A half's exponent and fraction, moved to where a double has its own, are the
 // magnitude times a power of two, subnormal or not; 128 of them sum up exactly, whatever the order.
 template <bool Bfloat>
@@ -64,6 +76,11 @@ struct ColumnRanges {
         low.pair[k] = packed_min<Bfloat>(low.pair[k], __shfl_xor_sync(0xFFFFFFFFU, low.pair[k], bit));
         high.pair[k] = packed_max<Bfloat>(high.pair[k], __shfl_xor_sync(0xFFFFFFFFU, high.pair[k], bit));
       }
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      low.pair[k] = packed_plus_zero<Bfloat>(low.pair[k]);
+      high.pair[k] = packed_plus_zero<Bfloat>(high.pair[k]);
     }
   }
 };
