@@ -74,7 +74,8 @@ struct Lane {
   bool started = false;
   bool done = false;
   const Barrier* waits = nullptr;
-  int round = 0;  // of that barrier when the lane arrived
+  int round = 0;                                      // of that barrier when the lane arrived
+  std::vector<std::pair<void*, const void*>> copies;  // on their way, to and from, 16 bytes each
 
   bool ready() const { return !done && (waits == nullptr || waits->round != round); }
 };

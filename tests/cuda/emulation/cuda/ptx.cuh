@@ -13,12 +13,18 @@ namespace kvant::cuda::ptx {
 inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - shared);
 }
+// Copies come as late as they may; until then there are NaNs in their place.
 inline void async_copy16(std::uint32_t to, const void* from) {
-  std::memcpy(shared + to, from, 16);
+  std::memset(shared + to, 0xFF, 16);
+  emulation::current->copies.push_back({shared + to, from});
 }
 inline void async_commit() {}
 template <int Pending>
-void async_wait() {}
+void async_wait() {
+  static_assert(Pending == 0);
+  for (const auto& [to, from] : emulation::current->copies) std::memcpy(to, from, 16);
+  emulation::current->copies.clear();
+}
 
 template <bool Bfloat>
 float2 widen2(std::uint32_t pair) {
