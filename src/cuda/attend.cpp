@@ -128,8 +128,8 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   shape.kv_heads = batch->pool->shape.kv_heads;
   shape.vectors = args.rows * args.group;
   shape.vectors_per_item = 4 * kernel->variant.n_tiles;
-  shape.exact_cost =
-      static_cast<double>(format.exact.tile_bytes()) / static_cast<double>(format.head_bytes() / (split.half ? 2 : 1));
+  const double unit_bytes = static_cast<double>(format.head_bytes()) / (split.half ? 2 : 1);
+  shape.exact_cost = static_cast<double>(format.exact.tile_bytes()) / unit_bytes;
   plan = make_plan(split, shape, shapes);
   inlined = InlinePlan();
   if (plan.segments.size() == static_cast<std::size_t>(split.groups) && split.groups <= InlinePlan::kSegments &&

@@ -17,7 +17,9 @@ struct DeviceFormat {
   int rotation = 1;  // values are stored Hadamard-rotated in blocks of this many channels; 1: as they are
   bool bfloat = false;
 
-  KVANT_BOTH std::size_t head_bytes() const { return static_cast<std::size_t>(key.bytes() + value.bytes()); }
+  KVANT_BOTH std::size_t head_bytes() const {
+    return static_cast<std::size_t>(key.bytes()) + static_cast<std::size_t>(value.bytes());
+  }
 };
 
 // Throws Error(invalid_argument) where pages of the shape cannot be on the device in any format: tokens of a page, head
