@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/half.hpp"
 #include "cache/store.hpp"
@@ -197,8 +198,8 @@ void upload_exact(const PagePool::Impl& pool, std::int32_t number, const std::ve
 }
 
 std::vector<int> first_cells(int count) {
-  std::vector<int> cells;
-  for (int i = 0; i < count; ++i) cells.push_back(i);
+  std::vector<int> cells(static_cast<std::size_t>(count));
+  std::iota(cells.begin(), cells.end(), 0);
   return cells;
 }
 
