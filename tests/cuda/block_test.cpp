@@ -408,6 +408,25 @@ TEST(GpuBlockSeal, SharedGridsOfVeryManyHeadsAreRefused) {
   EXPECT_EQ(pool.free_exact_pages(), 1);
 }
 
+// Outliers are added as integers, so that nothing depends on an order: the same bits every time, on a full GPU too.
+TEST(GpuBlock, FiveHundredCallsAreEqual) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kvquant:k=3,v=3", "kvquant:k=3,v=2,outliers=0,voutliers=0", "zipcache"}) {
+    for (const int rows : {1, 20}) {
+      Shape shape;
+      shape.recipe = recipe;
+      shape.rows = rows;
+      shape.cache.kv_heads = 8;
+      shape.lengths.assign(16, 2500);
+      const Twins twins(shape);
+      const AttendPlan plan(twins.batch, twins.query_heads(), rows, shape.options);
+      const Twins::Result first = twins.on_gpu(plan);
+      EXPECT_LE(relative_error(first.out, twins.on_cpu().out), 1e-3) << text_of(shape);
+      for (int i = 0; i < 500; ++i) ASSERT_EQ(twins.on_gpu(plan).out, first.out) << text_of(shape) << ", call " << i;
+    }
+  }
+}
+
 TEST(GpuBlock, UploadAndDownloadKeepEveryBit) {
   KVANT_NEEDS_GPU();
   for (const char* recipe : kRecipes) {
