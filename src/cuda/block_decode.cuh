@@ -65,7 +65,7 @@ class BlockWarp : public BlockScores<C> {
 
   // After the last page.
   __device__ void finish(WarpState<C>& state) {
-    if (f_.value.rotation > 1) turn(state);
+    if (f_.value.rotation > 1) state.unrotate(owner_, f_.value.rotation);
   }
 
  private:
@@ -263,32 +263,6 @@ class BlockWarp : public BlockScores<C> {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         o[j][e] = fmaf(static_cast<float>(fixed[kTile * j + 8 * e]), unit, o[j][e]);
-      }
-    }
-  }
-
-  // The Hadamard transform of each block of channels, whose number is 16j + 8e + g. Pages hold the transform divided by
-  // the block, so this one needs no factor.
-  __device__ void turn(WarpState<C>& state) const {
-    float(&o)[C::value_tiles][2] = state.o[0];
-#pragma unroll
-    for (int j = 0; j < C::value_tiles; ++j) {
-#pragma unroll
-      for (int bit = 1; bit < 8; bit *= 2) {
-        const float sign = (owner_.g & bit) != 0 ? -1.0F : 1.0F;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) o[j][e] = fmaf(sign, o[j][e], __shfl_xor_sync(0xFFFFFFFFU, o[j][e], 4 * bit));
-      }
-      WarpState<C>::add_and_subtract(o[j][0], o[j][1]);
-    }
-#pragma unroll
-    for (int span = 1; span < C::value_tiles; span *= 2) {
-      if (span >= f_.value.rotation / kTile) break;
-#pragma unroll
-      for (int j = 0; j < C::value_tiles; ++j) {
-        if ((j & span) != 0 || j + span >= C::value_tiles) continue;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) WarpState<C>::add_and_subtract(o[j][e], o[j + span][e]);
       }
     }
   }

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(C::threads, 1)
       pipeline.fetch_values(next);
     }
     state.settle();
-    if constexpr (C::rotation > 1) state.unrotate(lane);  // exact values are not rotated
+    if constexpr (C::rotation > 1) state.unrotate(lane, C::rotation);  // exact values are not rotated
     for (; unit < segment.end; unit += workers) {
       const ExactTile tile = exact_tile<C>(args, segment, unit);
       if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);

@@ -81,9 +81,10 @@ struct WarpState {
     }
   }
 
-  // Turns outputs from rotated values into those of plain ones: the Hadamard transform of each block of channels, whose
-  // number is 16 tile + 8e + g. Pages hold the transform divided by the block, so this one needs no factor.
-  __device__ __forceinline__ void unrotate(const Lane& lane) {
+  // Turns outputs from rotated values into those of plain ones: the Hadamard transform of each block of `rotation`
+  // channels, whose number is 16 tile + 8e + g. Pages hold the transform divided by the block, so this one needs no
+  // factor.
+  __device__ __forceinline__ void unrotate(const Lane& lane, int rotation) {
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) {
 #pragma unroll
@@ -100,10 +101,11 @@ struct WarpState {
 #pragma unroll
       for (int j = 0; j < C::value_tiles; ++j) add_and_subtract(o[n][j][0], o[n][j][1]);
 #pragma unroll
-      for (int span = 1; span < C::rotation / kTile; span *= 2) {
+      for (int span = 1; span < C::value_tiles; span *= 2) {
+        if (span >= rotation / kTile) break;
 #pragma unroll
         for (int j = 0; j < C::value_tiles; ++j) {
-          if ((j & span) != 0) continue;
+          if ((j & span) != 0 || j + span >= C::value_tiles) continue;
           add_and_subtract(o[n][j][0], o[n][j + span][0]);
           add_and_subtract(o[n][j][1], o[n][j + span][1]);
         }
