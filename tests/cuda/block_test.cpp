@@ -38,16 +38,6 @@ constexpr const char* kRecipes[] = {
     "kivi:k=7,v=6",
 };
 
-Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
-  std::mt19937 random(seed);
-  Cache cache(parse_recipe(recipe), shape);
-  const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
-  const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
-  cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
-               dense_view(values.data(), shape.dtype, tokens, shape.kv_heads, shape.value_dim));
-  return cache;
-}
-
 // ---- without a GPU
 
 struct HostWiden {
@@ -346,7 +336,6 @@ TEST(GpuBlockSeal, CalibratedRangesAndLevels) {
   }
 }
 
-// One new token at a time on both sides, attention after each.
 TEST(GpuBlockSeal, DecodeLoopFollowsTheCpu) {
   KVANT_NEEDS_GPU();
   for (const char* recipe : {"kvquant:k=3,v=3,window=16", "zipcache:window=16,sink=4"}) {
@@ -354,15 +343,8 @@ TEST(GpuBlockSeal, DecodeLoopFollowsTheCpu) {
     shape.recipe = recipe;
     shape.lengths = {250, 139};
     Twins twins(shape, 3, 8);
-    std::mt19937 random(4);
-    for (int step = 0; step < 30; ++step) {
-      append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
-      twins.batch.seal_ready(nullptr);
-      const Twins::Result cpu = twins.on_cpu();
-      EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
-    }
-    for (std::size_t b = 0; b < 2; ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
-    const bool blind = shape.recipe[0] == 'z';
+    decode_beside_the_cpu(twins);
+    const bool blind = recipe[0] == 'z';
     EXPECT_EQ(twins.sequences[0].blind_seals(), blind ? 1 : 0);
     EXPECT_EQ(twins.sequences[0].fork(nullptr).blind_seals(), blind ? 1 : 0);
   }
@@ -390,22 +372,7 @@ TEST(GpuBlockSeal, ManyPagesAtOnce) {
 // One token of all heads under a shared grid must fit a block's shared memory.
 TEST(GpuBlockSeal, SharedGridsOfVeryManyHeadsAreRefused) {
   KVANT_NEEDS_GPU();
-  const CacheShape shape{1024, 64, 64, DType::f16};
-  PagePool pool(parse_recipe("kvquant"), shape, 1, 1);
-  Batch batch(pool, 1, 128);
-  Sequence sequence(pool);
-  Sequence* pointer = &sequence;
-  batch.bind(std::span(&pointer, 1), nullptr);
-  Guarded row(std::size_t{1024} * 64 * 2);
-  try {
-    batch.append(row.data(), row.data(), 1, nullptr);
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::unsupported);
-    EXPECT_NE(std::string(error.what()).find("1024 KV heads"), std::string::npos) << error.what();
-  }
-  EXPECT_EQ(sequence.length(), 0);
-  EXPECT_EQ(pool.free_exact_pages(), 1);
+  expect_append_refused("kvquant", {1024, 64, 64, DType::f16}, "1024 KV heads");
 }
 
 // Outliers are added as integers, so that nothing depends on an order: the same bits every time, on a full GPU too.

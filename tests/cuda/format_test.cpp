@@ -10,16 +10,6 @@
 namespace kvant::cuda::test {
 namespace {
 
-Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
-  std::mt19937 random(seed);
-  Cache cache(parse_recipe(recipe), shape);
-  const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
-  const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
-  cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
-               dense_view(values.data(), shape.dtype, tokens, shape.kv_heads, shape.value_dim));
-  return cache;
-}
-
 TEST(DevicePage, RoundTripKeepsEveryBit) {
   for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=3,v=3", "kivi:k=4,v=4", "kivi:k=4,v=2", "kivi:k=2,v=3", "kitty",
                              "kitty:boost=0.1,v=4", "kitty:boost=1", "small", "balanced", "near-lossless",

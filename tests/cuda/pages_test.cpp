@@ -85,21 +85,13 @@ TEST(GpuPages, SealsOfOtherShapesAreTheCpusBytes) {
   }
 }
 
-// One new token at a time on both sides, attention after each: the pages change hands under a running sequence.
 TEST(GpuPages, DecodeLoopFollowsTheCpu) {
   KVANT_NEEDS_GPU();
   Shape shape;
   shape.recipe = "kitty:window=16";
   shape.lengths = {250, 139};
   Twins twins(shape, 3, 8);
-  std::mt19937 random(4);
-  for (int step = 0; step < 30; ++step) {
-    append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
-    twins.batch.seal_ready(nullptr);
-    const Twins::Result cpu = twins.on_cpu();
-    EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
-  }
-  for (std::size_t b = 0; b < 2; ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
+  decode_beside_the_cpu(twins);
 }
 
 TEST(GpuPages, ForksShareSealedPagesAndDiverge) {

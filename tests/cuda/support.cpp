@@ -160,6 +160,46 @@ void expect_same_seals(const char* recipe, const CacheShape& shape, float spread
   EXPECT_EQ(pool.free_exact_pages(), 32);
 }
 
+Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
+  std::mt19937 random(seed);
+  Cache cache(parse_recipe(recipe), shape);
+  const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
+  const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
+  cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
+               dense_view(values.data(), shape.dtype, tokens, shape.kv_heads, shape.value_dim));
+  return cache;
+}
+
+void expect_append_refused(const char* recipe, const CacheShape& shape, const char* word) {
+  PagePool pool(parse_recipe(recipe), shape, 1, 1);
+  Batch batch(pool, 1, 128);
+  Sequence sequence(pool);
+  Sequence* pointer = &sequence;
+  batch.bind(std::span(&pointer, 1), nullptr);
+  Guarded row(static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(shape.key_dim) * 2);
+  try {
+    batch.append(row.data(), row.data(), 1, nullptr);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(sequence.length(), 0);
+  EXPECT_EQ(pool.free_exact_pages(), 1);
+}
+
+void decode_beside_the_cpu(Twins& twins) {
+  SCOPED_TRACE(twins.shape.recipe);
+  std::mt19937 random(4);
+  for (int step = 0; step < 30; ++step) {
+    append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
+    twins.batch.seal_ready(nullptr);
+    const Twins::Result cpu = twins.on_cpu();
+    EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
+  }
+  for (std::size_t b = 0; b < twins.caches.size(); ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
+}
+
 Twins::Twins(const Shape& s, unsigned seed, int spare_pages)
     : Twins(s, seed,
             PagePool(parse_recipe(s.recipe), s.cache, total_pages(s) + spare_pages, total_pages(s) + spare_pages)) {}

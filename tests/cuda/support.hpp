@@ -86,6 +86,13 @@ struct Twins {
   Result on_gpu(const AttendPlan& plan) const;
 };
 
+// A cache of that many random tokens.
+Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed);
+// Thirty tokens, one at a time on both sides, attention after each: the pages change hands under running sequences. At
+// last every page is the CPU's.
+void decode_beside_the_cpu(Twins& twins);
+// A batch of such a pool throws Error(unsupported) with `word` in its message, and stays as it is.
+void expect_append_refused(const char* recipe, const CacheShape& shape, const char* word);
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
 void expect_agreement(const Shape& shape, unsigned seed = 1);
 // A learned sink per query head (8 of them): the reference kernel and `path` against the CPU.

@@ -119,21 +119,7 @@ TEST(GpuWaterfill, ConstantRowsAreSealedAlike) {
 // Four tokens of all heads under a shared grid must fit a block's shared memory.
 TEST(GpuWaterfill, SharedGridsOfVeryManyHeadsAreRefused) {
   KVANT_NEEDS_GPU();
-  const CacheShape shape{128, 128, 128, DType::f16};
-  PagePool pool(parse_recipe("balanced"), shape, 1, 1);
-  Batch batch(pool, 1, 128);
-  Sequence sequence(pool);
-  Sequence* pointer = &sequence;
-  batch.bind(std::span(&pointer, 1), nullptr);
-  Guarded row(std::size_t{128} * 128 * 2);
-  try {
-    batch.append(row.data(), row.data(), 1, nullptr);
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::unsupported);
-  }
-  EXPECT_EQ(sequence.length(), 0);
-  EXPECT_EQ(pool.free_exact_pages(), 1);
+  expect_append_refused("balanced", {128, 128, 128, DType::f16}, "128 KV heads");
 }
 
 // Parts of the recipe beside other methods' have no tuned format: their pages are CPU blocks.
