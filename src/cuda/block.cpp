@@ -27,14 +27,6 @@ std::vector<BlockKernel> collect() {
   return kernels;
 }
 
-int most_shared_bytes() {
-  int device = 0;
-  int most = 0;
-  check(cudaGetDevice(&device), "CUDA device");
-  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
-  return most;
-}
-
 std::optional<DeviceFormat> tuned_format(const Recipe& recipe, const CacheShape& shape) {
   try {
     return make_device_format(recipe, shape);

@@ -20,4 +20,13 @@ inline cudaStream_t as_stream(void* stream) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// Bytes of shared memory that the current device gives a block.
+inline int most_shared_bytes() {
+  int device = 0;
+  int most = 0;
+  check(cudaGetDevice(&device), "CUDA device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
+  return most;
+}
+
 }  // namespace kvant::cuda

@@ -51,14 +51,6 @@ struct Launch {
   }
 };
 
-int most_shared_bytes() {
-  int device = 0;
-  int most = 0;
-  check(cudaGetDevice(&device), "CUDA device");
-  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
-  return most;
-}
-
 }  // namespace
 
 std::span<const DecodeKernel> decode_kernels() {

@@ -38,14 +38,6 @@ bool runs_wgmma(const PrefillKernel& kernel) {
   return attributes.binaryVersion == 90;
 }
 
-std::size_t most_shared_bytes() {
-  int device = 0;
-  int most = 0;
-  check(cudaGetDevice(&device), "CUDA device");
-  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of a block");
-  return static_cast<std::size_t>(most);
-}
-
 template <bool Bfloat>
 struct MergeConfig {
   static constexpr bool bfloat = Bfloat;
@@ -121,7 +113,7 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
                       kernel.key.high_steps == format.key.high_steps;
     const bool values = kernel.value.bits == format.value.bits && kernel.value.dim == format.value.dim;
     if (!keys || !values || kernel.rotation != format.rotation || kernel.bfloat != format.bfloat) continue;
-    if (kernel.shared(format.key.bytes()) > most_shared_bytes()) continue;
+    if (kernel.shared(format.key.bytes()) > static_cast<std::size_t>(most_shared_bytes())) continue;
     if (kernel.wgmma ? runs_wgmma(kernel) : best == nullptr) best = &kernel;
   }
   return best;
@@ -129,8 +121,7 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
 
 int prepare_prefill(const PrefillKernel& kernel, int key_bytes) {
   // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(most_shared_bytes())),
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
         "shared memory of the prefill kernel");
   int blocks = 0;
   check(
