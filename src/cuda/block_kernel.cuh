@@ -45,35 +45,6 @@ __device__ void copy_block_exact(const std::uint8_t* tiles, const ExactFormat& e
   }
 }
 
-// queries: this warp's.
-template <class C>
-__device__ __forceinline__ void multiply_block_keys(const std::uint8_t* queries, const std::uint8_t* keys,
-                                                    int key_tiles, Scores<C>& s) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kStageTiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-  }
-#pragma unroll 4
-  for (int k = 0; k < key_tiles; ++k) {
-    uint4 q[C::m_tiles];
-#pragma unroll
-    for (int m = 0; m < C::m_tiles; ++m) {
-      q[m] = *reinterpret_cast<const uint4*>(queries + (m * key_tiles + k) * kQuadBytes + lane * 16);
-    }
-#pragma unroll
-    for (int j = 0; j < kStageTiles; ++j) {
-      const uint4 b = *reinterpret_cast<const uint4*>(keys + (j * key_tiles + k) * kQuadBytes + lane * 16);
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-        ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.z);
-        ptx::mma_half<C::bfloat>(s[m][2 * j + 1], q[m], b.y, b.w);
-      }
-    }
-  }
-}
-
 // Hides tokens from rows that must not see them. tokens: those in the places of a page's half; null: in order.
 template <class C>
 __device__ __forceinline__ void hide_places(const DecodeArgs& args, const Stage& stage, const std::uint8_t* tokens,
@@ -167,7 +138,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     }
 
     Scores<C> s;
-    multiply_block_keys<C>(queries, shared + at.keys, key_tiles, s);
+    multiply_key_tiles<C>(queries, key_tiles, UnitTiles{shared + at.keys, key_tiles}, s);
     if (rescale) scale_scores<C>(args, scale, s);
     const std::uint8_t* tokens =
         stage.coded && page.tokens() != nullptr ? page.tokens() + half * kStageTokens : nullptr;
@@ -177,7 +148,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                        (args.window == 0 || low >= block.most - args.window);
     if (!whole) hide_places<C>(args, stage, tokens, state, s);
     soften<C>(state, s, rescale ? 1.0F : scale);
-    multiply_value_tiles<C>(shared + at.values, s, state);
+    multiply_value_tiles<C>(UnitTiles{shared + at.values, C::value_tiles}, s, state);
   }
   if (rotated) unrotate<C>(state, format.value.rotation);
 

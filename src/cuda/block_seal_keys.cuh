@@ -178,7 +178,8 @@ class BlockKeySeal {
     for (int at = thread() / kRowLanes; at < tile_.depth; at += kBlockSealThreads / kRowLanes) {
       const int c = shared_.order[at];
       const int row_lane = thread() % kRowLanes;
-      const HalfValues values{channel(c) + row_lane, (shared_.count - row_lane + kRowLanes - 1) / kRowLanes};
+      const RowValues<HalfRow<Bfloat>> values{
+          {channel(c) + row_lane}, kRowLanes, (shared_.count - row_lane + kRowLanes - 1) / kRowLanes};
       const int steps = levels(at);
       const Ends ends = fit_row<Bfloat>(values, shared_.count, steps % 2 == 0 ? steps / 2 : steps, true,
                                         {shared_.low[c], shared_.high[c]});
@@ -187,23 +188,6 @@ class BlockKeySeal {
       shared_.high[c] = ends.max;
     }
   }
-  // As RowValues.
-  struct HalfValues {
-    const std::uint16_t* data;
-    int count;
-
-    template <class Visit>
-    __device__ __forceinline__ void each(const Visit& visit) const {
-#pragma unroll 1
-      for (int first = 0; first < count; first += 4) {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = ptx::widen2<Bfloat>(data[min(first + i, count - 1) * kRowLanes]).x;
-        visit(first, x, min(4, count - first));
-      }
-    }
-  };
-
   __device__ void encode() {
     const int n = shared_.count;
     for (int at = warp(); at < tile_.depth; at += kBlockSealWarps) {

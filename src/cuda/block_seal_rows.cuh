@@ -33,16 +33,6 @@ struct BlockSealPage {
   }
 };
 
-template <bool Bfloat>
-struct HalfRow {
-  const std::uint16_t* data;
-  __device__ __forceinline__ float operator()(int i) const { return ptx::widen2<Bfloat>(data[i]).x; }
-};
-struct FloatRow {
-  const float* data;
-  __device__ __forceinline__ float operator()(int i) const { return data[i]; }
-};
-
 // ---- ranges
 
 // Floats as integers that order as they do.

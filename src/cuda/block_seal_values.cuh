@@ -91,7 +91,7 @@ class BlockGridSeal {
       const int levels = levels_at(tile_, tile_.planes, 0);
       // Rows of tokens that are left out were not loaded: one row is as good as another there.
       const bool live = token(i) >= page_.job.skip;
-      const RowValues values{row(i) + thread() % kRowLanes, kRowLanes, live ? width_ / kRowLanes : 0};
+      const RowValues<FloatRow> values{{row(i) + thread() % kRowLanes}, kRowLanes, live ? width_ / kRowLanes : 0};
       ends = fit_row<Bfloat>(values, width_, levels, true,
                              live ? Ends{shared_.ends[i][0], shared_.ends[i][1]} : Ends{0, 0});
     }

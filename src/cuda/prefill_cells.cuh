@@ -98,33 +98,14 @@ struct MmaCellEngine {
 
   static __device__ __forceinline__ void multiply_keys(std::uint8_t* shared, Scores<C>& s) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const std::uint8_t* queries = own_queries(shared) + lane * 16;
     // Matrices of 8 channels by 8 slots: of channels 0 and 8 of a slot group, then of the next. A lane names a row.
     const std::uint32_t keys =
         ptx::shared_address(cell_at<C::key.dim>(shared + C::keys_offset, lane / 16, lane / 8 % 2 * 8 + lane % 8));
-#pragma unroll
-    for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kStageTiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-    }
-#pragma unroll 4
-    for (int k = 0; k < C::key_tiles; ++k) {
-      uint4 q[C::m_tiles];
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-        q[m] = *reinterpret_cast<const uint4*>(queries + (m * C::key_tiles + k) * kQuadBytes);
-      }
-#pragma unroll
-      for (int j = 0; j < kStageTiles; ++j) {
-        const uint4 b = ptx::load_matrices<true>(
-            keys + static_cast<std::uint32_t>(2 * j * cell_stride(C::key.dim) + k * 16 * kCellBytes));
-#pragma unroll
-        for (int m = 0; m < C::m_tiles; ++m) {
-          ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.y);
-          ptx::mma_half<C::bfloat>(s[m][2 * j + 1], q[m], b.z, b.w);
-        }
-      }
-    }
+    const auto load = [&](int j, int k) {
+      return ptx::load_matrices<true>(
+          keys + static_cast<std::uint32_t>(2 * j * cell_stride(C::key.dim) + k * 16 * kCellBytes));
+    };
+    multiply_key_tiles<C>(own_queries(shared), C::key_tiles, load, s);
   }
 
   static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
@@ -133,22 +114,11 @@ struct MmaCellEngine {
     // Matrices of 8 channels by 8 slots: of slot groups 0 and 1, then of the next 8 channels.
     const std::uint32_t values =
         ptx::shared_address(cell_at<C::value.dim>(shared + C::values_offset, lane / 8 % 2, lane / 16 * 8 + lane % 8));
-#pragma unroll
-    for (int j = 0; j < kStageTiles; ++j) {
-      uint4 p[C::m_tiles];
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
-#pragma unroll
-      for (int n = 0; n < C::value_tiles; ++n) {
-        const uint4 b = ptx::load_matrices<false>(
-            values + static_cast<std::uint32_t>(2 * j * cell_stride(C::value.dim) + n * 16 * kCellBytes));
-#pragma unroll
-        for (int m = 0; m < C::m_tiles; ++m) {
-          ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.y);
-          ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.z, b.w);
-        }
-      }
-    }
+    const auto load = [&](int j, int n) {
+      return ptx::load_matrices<false>(
+          values + static_cast<std::uint32_t>(2 * j * cell_stride(C::value.dim) + n * 16 * kCellBytes));
+    };
+    multiply_value_tiles<C>(load, s, state);
   }
 
  private:

@@ -52,36 +52,12 @@ struct MmaEngine {
   }
 
   static __device__ __forceinline__ void multiply_keys(std::uint8_t* shared, Scores<C>& s) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const std::uint8_t* queries = own_queries(shared);
-    const std::uint8_t* keys = shared + C::keys_offset;
-#pragma unroll
-    for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kStageTiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-    }
-#pragma unroll 4
-    for (int k = 0; k < C::key_tiles; ++k) {
-      uint4 q[C::m_tiles];
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-        q[m] = *reinterpret_cast<const uint4*>(queries + (m * C::key_tiles + k) * kQuadBytes + lane * 16);
-      }
-#pragma unroll
-      for (int j = 0; j < kStageTiles; ++j) {
-        const uint4 b = *reinterpret_cast<const uint4*>(keys + (j * C::key_tiles + k) * kQuadBytes + lane * 16);
-#pragma unroll
-        for (int m = 0; m < C::m_tiles; ++m) {
-          ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.z);
-          ptx::mma_half<C::bfloat>(s[m][2 * j + 1], q[m], b.y, b.w);
-        }
-      }
-    }
+    multiply_key_tiles<C>(own_queries(shared), C::key_tiles, UnitTiles{shared + C::keys_offset, C::key_tiles}, s);
   }
 
   static __device__ __forceinline__ void multiply_values(std::uint8_t* shared, const Scores<C>& s,
                                                          PrefillState<C>& state) {
-    multiply_value_tiles<C>(shared + C::values_offset, s, state);
+    multiply_value_tiles<C>(UnitTiles{shared + C::values_offset, C::value_tiles}, s, state);
   }
 
  private:

@@ -202,11 +202,39 @@ __device__ void store_vectors(const DecodeArgs& args, const Segment& segment, Pr
   }
 }
 
-// Values [token tile][channel tile] as B fragments times the weights, with mma.sync.
-template <class C>
-__device__ __forceinline__ void multiply_value_tiles(const std::uint8_t* values, const Scores<C>& s,
-                                                     PrefillState<C>& state) {
+// Queries, [m tile][channel tile] as A fragments, times keys with mma.sync. keys(j, k): token tile j, channel tile k as
+// B fragments, those of its first 8 tokens and those of the others.
+template <class C, class Keys>
+__device__ __forceinline__ void multiply_key_tiles(const std::uint8_t* queries, int key_tiles, const Keys& keys,
+                                                   Scores<C>& s) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int m = 0; m < C::m_tiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kStageTiles * 2; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+  }
+#pragma unroll 4
+  for (int k = 0; k < key_tiles; ++k) {
+    uint4 q[C::m_tiles];
+#pragma unroll
+    for (int m = 0; m < C::m_tiles; ++m) {
+      q[m] = *reinterpret_cast<const uint4*>(queries + (m * key_tiles + k) * kQuadBytes + lane * 16);
+    }
+#pragma unroll
+    for (int j = 0; j < kStageTiles; ++j) {
+      const uint4 b = keys(j, k);
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+        ptx::mma_half<C::bfloat>(s[m][2 * j], q[m], b.x, b.y);
+        ptx::mma_half<C::bfloat>(s[m][2 * j + 1], q[m], b.z, b.w);
+      }
+    }
+  }
+}
+
+// Values times the weights. values(j, n): token tile j, channel tile n, as keys are given.
+template <class C, class Values>
+__device__ __forceinline__ void multiply_value_tiles(const Values& values, const Scores<C>& s, PrefillState<C>& state) {
 #pragma unroll
   for (int j = 0; j < kStageTiles; ++j) {
     uint4 p[C::m_tiles];
@@ -214,14 +242,26 @@ __device__ __forceinline__ void multiply_value_tiles(const std::uint8_t* values,
     for (int m = 0; m < C::m_tiles; ++m) p[m] = weight_fragment<C>(s[m], j);
 #pragma unroll
     for (int n = 0; n < C::value_tiles; ++n) {
-      const uint4 b = *reinterpret_cast<const uint4*>(values + (j * C::value_tiles + n) * kQuadBytes + lane * 16);
+      const uint4 b = values(j, n);
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
-        ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.z);
-        ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.y, b.w);
+        ptx::mma_half<C::bfloat>(state.o[m][2 * n], p[m], b.x, b.y);
+        ptx::mma_half<C::bfloat>(state.o[m][2 * n + 1], p[m], b.z, b.w);
       }
     }
   }
 }
+
+// Units [token tile][tiles of depth] as those products take them.
+struct UnitTiles {
+  const std::uint8_t* tiles;
+  int depth_tiles;
+
+  __device__ __forceinline__ uint4 operator()(int token_tile, int depth_tile) const {
+    const uint4 unit = *reinterpret_cast<const uint4*>(tiles + (token_tile * depth_tiles + depth_tile) * kQuadBytes +
+                                                       threadIdx.x % 32 * 16);
+    return {unit.x, unit.z, unit.y, unit.w};
+  }
+};
 
 }  // namespace kvant::cuda

@@ -108,9 +108,21 @@ struct RowError {
   }
 };
 
-// A thread's values of a row: value k at data[k * stride], 0 <= k < count.
-struct RowValues {
+// Rows as floats: of halves, of floats.
+template <bool Bfloat>
+struct HalfRow {
+  const std::uint16_t* data;
+  __device__ __forceinline__ float operator()(int i) const { return ptx::widen2<Bfloat>(data[i]).x; }
+};
+struct FloatRow {
   const float* data;
+  __device__ __forceinline__ float operator()(int i) const { return data[i]; }
+};
+
+// A thread's values of a row: value k is row(k * stride), 0 <= k < count.
+template <class Row>
+struct RowValues {
+  Row row;
   int stride;
   int count;
 
@@ -121,16 +133,17 @@ struct RowValues {
     for (int first = 0; first < count; first += 4) {
       float x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = data[min(first + i, count - 1) * stride];
+      for (int i = 0; i < 4; ++i) x[i] = row(min(first + i, count - 1) * stride);
       visit(first, x, min(4, count - first));
     }
   }
 };
 
 // The better of two grids. `range` is that of the whole row, `count` how many values it has; all threads of a warp take
-// part. Values: RowValues or the like.
-template <bool Bfloat, class Values>
-__device__ __forceinline__ Ends fit_row(const Values& values, int count, int levels, bool least_squares, Ends range) {
+// part.
+template <bool Bfloat, class Row>
+__device__ __forceinline__ Ends fit_row(const RowValues<Row>& values, int count, int levels, bool least_squares,
+                                        Ends range) {
   range = {range_end<Bfloat>(range.min), range_end<Bfloat>(range.max)};
   if (!least_squares) return range;
   const Grid first = Grid::of(range.min, range.max, levels);

@@ -135,7 +135,7 @@ __device__ void seal_sorted_keys(const SealArgs& args, const SealJob& job, int h
   const int tokens = kPage - job.skip;
   float* x = shared.rows + thread;
   for (int channel = thread / kRowLanes; channel < F::key.dim; channel += kSortedThreads / kRowLanes) {
-    const RowValues values{x, kSortedThreads, (tokens - lane + kRowLanes - 1) / kRowLanes};
+    const RowValues<FloatRow> values{{x}, kSortedThreads, (tokens - lane + kRowLanes - 1) / kRowLanes};
     load_channel<F>(exact, channel, job.skip, lane, values.count, x);
     const int width = shared.widths[channel];
     const int place = shared.places[channel];
@@ -324,7 +324,7 @@ __device__ void seal_rotated_values(const SealArgs& args, const SealJob& job, in
       const float2 other = ranges[head * shared.tokens + row];
       range = {fminf(range.x, other.x), fmaxf(range.y, other.y)};
     }
-    const RowValues values{rows + threadIdx.x, threads, shared.heads * per_head};
+    const RowValues<FloatRow> values{{rows + threadIdx.x}, threads, shared.heads * per_head};
     Ends ends = fit_row<F::bfloat>(values, shared.heads * F::value.dim, levels, args.value_least_squares != 0,
                                    {range.x, range.y});
     const int token = token_of(number);
