@@ -261,8 +261,16 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   if (!tune) return;
   const int items = c.batch * c.shape.kv_heads;
   std::vector<Split> splits;
-  for (const double cost : {0.0, 5.0, 10.0, 20.0, 30.0}) splits.push_back({1, 132, false, false, cost});
+  for (const double cost : {5.0, 20.0}) splits.push_back({1, 132, false, false, cost});
   if (items <= 66) splits.push_back({2, 66 / items * items, false, true});
+  if (items > 66) {
+    Split whole{1, 0, false, false};
+    whole.whole = (items + 131) / 132;
+    whole.groups = (items + whole.whole - 1) / whole.whole;
+    splits.push_back(whole);
+  } else {
+    for (const int ranks : {4, 8}) splits.push_back({ranks, 128 / ranks / items * items, false, true});
+  }
   for (const Split& split : splits) {
     for (const bool few_warps : {false, true}) {
       if (split.half && !few_warps) continue;
@@ -323,7 +331,8 @@ int run(const std::string& what, const std::string& name) {
     std::vector<Case> cases = table_cases();
     cases.push_back(more_cases().front());
     for (const Case& c : cases) {
-      if (c.batch > 1 && c.name != "4-bit" && c.name.starts_with(name)) run_case(c, bandwidth, true);
+      if ((c.batch > 1 || c.tokens > 100000) && c.name != "4-bit" && c.name.starts_with(name))
+        run_case(c, bandwidth, true);
     }
   }
   if (what == "more" || what == "all") {

@@ -216,6 +216,8 @@ KVANT_BOTH inline int block_step(const BlockTile& tile, const BlockPlane (&plane
 struct BlockRange {
   int begin = 0;
   int end = 0;
+
+  KVANT_BOTH constexpr int count() const { return end - begin; }
 };
 KVANT_BOTH inline BlockRange block_outlier_range(const BlockFormat& format, const std::uint8_t* page, int head) {
   const auto* starts = reinterpret_cast<const std::uint32_t*>(page + format.value.outliers.start_offset);

@@ -41,7 +41,8 @@ struct BlockDecodeConfig {
   static constexpr int list_values = weights_offset + kPage / kFour * 8 * 4;
   static constexpr int list_rows = list_values + 2 * list_slots + 32;
   static constexpr int list_depths = list_rows + list_slots + 32;
-  static constexpr int raw_offset = list_depths + list_slots + 32;
+  static constexpr int barrier_offset = list_depths + list_slots + 32;
+  static constexpr int raw_offset = barrier_offset + 16;
   static constexpr int extra_stride = ValueDim + 8;  // what outliers add to outputs; takes the place of the raw values
 
   static constexpr int warp_bytes(int half_bytes) {
@@ -54,6 +55,56 @@ struct BlockDecodeConfig {
   }
 };
 
+// A warp's copies from memory, multiples of 16 bytes: bulk copies of one lane where the GPU has them.
+class WarpCopies {
+ public:
+  __device__ explicit WarpCopies(std::uint8_t* barrier)
+      : lane_(static_cast<int>(threadIdx.x) % 32), barrier_(ptx::shared_address(barrier)) {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0) {
+      ptx::barrier_init(barrier_);
+      ptx::barrier_init_fence();
+    }
+#endif
+    __syncwarp();
+  }
+  // After lanes wrote where copies go next, before a __syncwarp().
+  __device__ void settle_writes() const {
+#if __CUDA_ARCH__ >= 900
+    ptx::proxy_fence();
+#endif
+  }
+  // Of all the bytes that are added until wait().
+  __device__ void announce(int bytes) const {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0) ptx::barrier_expect(barrier_, static_cast<std::uint32_t>(bytes));
+#endif
+  }
+  __device__ void add(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
+    const std::uint32_t address = ptx::shared_address(to);
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0 && bytes > 0) ptx::bulk_copy(address, from, static_cast<std::uint32_t>(bytes), barrier_);
+#else
+    for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
+#endif
+  }
+  __device__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    ptx::barrier_wait(barrier_, parity_);
+    parity_ ^= 1U;
+#else
+    ptx::async_commit();
+    ptx::async_wait<0>();
+#endif
+    __syncwarp();
+  }
+
+ private:
+  int lane_;
+  std::uint32_t barrier_;
+  std::uint32_t parity_ = 0;
+};
+
 // A warp's part: one page's keys or values, and what it makes of them.
 template <class C>
 class BlockSlot {
@@ -64,7 +115,8 @@ class BlockSlot {
         segment_(segment),
         queries_(reinterpret_cast<const float4*>(shared)),
         own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
-        lane_(static_cast<int>(threadIdx.x) % 32) {
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        copies_(own_ + C::barrier_offset) {
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ != i) continue;
@@ -77,27 +129,33 @@ class BlockSlot {
 
   // Keys and values of a page take turns in one slot: warps that wait cost less than the slots that more warps need.
   __device__ void fetch_keys(const std::uint8_t* page) {
+    if (f_.value.outliers.slots > 0) copies_.settle_writes();
     __syncwarp();
     if (page == nullptr) return;
-    copy(raw(), page + head_offset(), f_.value.plane_offset);
-    ptx::async_commit();
+    copies_.announce(f_.value.plane_offset);
+    copies_.add(raw(), page + head_offset(), f_.value.plane_offset);
     if (f_.value.outliers.slots > 0) range_ = block_outlier_range(f_, page, segment_.kv_head);
   }
   __device__ void fetch_values(const std::uint8_t* page) {
     __syncwarp();
-    copy(raw(), page + head_offset() + f_.value.plane_offset, f_.head_bytes - f_.value.plane_offset);
-    if (f_.value.shared_grid != 0) copy(values() + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
     const BlockOutliers& list = f_.value.outliers;
+    const int own = f_.head_bytes - f_.value.plane_offset;
+    const int grid_bytes = f_.value.shared_grid != 0 ? kPage * 4 : 0;
+    BlockRange values_part, rows_part, depths_part;
     if (list.slots > 0) {
-      copy_list(own_ + C::list_values, page, list.value_offset, 2);
-      copy_list(own_ + C::list_rows, page, list.row_offset, 1);
-      copy_list(own_ + C::list_depths, page, list.depth_offset, 1);
+      values_part = list_part(list.value_offset, 2);
+      rows_part = list_part(list.row_offset, 1);
+      depths_part = list_part(list.depth_offset, 1);
     }
-    ptx::async_commit();
+    copies_.announce(own + grid_bytes + values_part.count() + rows_part.count() + depths_part.count());
+    copies_.add(raw(), page + head_offset() + f_.value.plane_offset, own);
+    copies_.add(values() + f_.head_bytes, page + f_.value.min_offset, grid_bytes);
+    copies_.add(own_ + C::list_values, page + values_part.begin, values_part.count());
+    copies_.add(own_ + C::list_rows, page + rows_part.begin, rows_part.count());
+    copies_.add(own_ + C::list_depths, page + depths_part.begin, depths_part.count());
   }
-  __device__ void wait() const {
-    ptx::async_wait<0>();
-    __syncwarp();
+  __device__ void wait() {
+    copies_.wait();
   }
 
  protected:
@@ -155,15 +213,10 @@ class BlockSlot {
   static __device__ __forceinline__ float widen(const std::uint8_t* from) {
     return ptx::widen2<C::bfloat>(*reinterpret_cast<const std::uint16_t*>(from)).x;
   }
-  // Whole 16 bytes.
-  __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) const {
-    const std::uint32_t address = ptx::shared_address(to);
-    for (int i = lane_ * 16; i < bytes; i += 512) ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
-  }
-  // This head's first list_slots slots of a list of `bytes` each, from the last boundary of 16 bytes on.
-  __device__ void copy_list(std::uint8_t* to, const std::uint8_t* page, int offset, int bytes) const {
-    const int begin = (offset + bytes * range_.begin) & ~15;
-    copy(to, page + begin, offset + bytes * min(range_.end, range_.begin + C::list_slots) - begin);
+  // Where in the page this head's first list_slots slots of a list of `bytes` each are, in whole 16 bytes.
+  __device__ BlockRange list_part(int offset, int bytes) const {
+    const int end = offset + bytes * min(range_.end, range_.begin + C::list_slots);
+    return {(offset + bytes * range_.begin) & ~15, (end + 15) & ~15};
   }
   // Slot 0 of such a copy.
   __device__ const std::uint8_t* list(int copied, int offset, int bytes) const {
@@ -201,6 +254,7 @@ class BlockSlot {
   std::uint8_t* own_;
   int lane_;
   Lane owner_;
+  WarpCopies copies_;
   BlockRange range_;  // this head's slots of the values' list
 };
 

@@ -34,6 +34,7 @@ struct Split {
   // What ending a segment costs, in units: warps without a page in the last round, and the merge.
   double segment_cost = 5;
   bool few_warps = false;  // the kernel with fewer warps, which ends segments sooner (or fills clusters)
+  int whole = 0;           // > 0: a group has so many (sequence, head)s, and none is cut
 };
 
 struct Plan {

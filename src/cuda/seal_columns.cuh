@@ -166,9 +166,20 @@ static __device__ __noinline__ std::uint32_t exact_place(float x, float min, flo
   return divide_code(x, Grid::of(min, max, levels), levels) << 16;
 }
 
-// Whether a place, or one of two packed together, is too near a border of codes.
-__device__ __forceinline__ bool near_border(std::uint32_t closest) {
-  return (closest & 0xFFFFU) <= 2U || closest >> 16 <= 2U;
+// Calls redo(p) for the tiles whose `closest` (code_tile) says that a place is too near a border of codes. One in a
+// group of tiles is likely enough in some warp that all others wait for it: it must not take long.
+template <int Count, class Redo>
+__device__ __forceinline__ void redo_near_border(const std::uint32_t (&closest)[Count], const Redo& redo) {
+  const auto is_near = [](std::uint32_t x) { return (x & 0xFFFFU) <= 2U || x >> 16 <= 2U; };
+  std::uint32_t all = closest[0];
+#pragma unroll
+  for (int p = 1; p < Count; ++p) all = __vminu2(all, closest[p]);
+  if (!is_near(all)) return;
+  unsigned near = 0;
+#pragma unroll
+  for (int p = 0; p < Count; ++p) near |= is_near(closest[p]) ? 1U << p : 0U;
+#pragma unroll 1
+  for (; near != 0; near &= near - 1) redo(__ffs(static_cast<int>(near)) - 1);
 }
 
 // Codes of a lane's 8 values of a row tile, a byte each: columns 2t and 2t + 1 of row g, then of row g + 8; in the
@@ -183,6 +194,7 @@ __device__ __forceinline__ uint2 code_tile(const uint4& rows, const ColumnGrids&
   constexpr float magic = 8388608.0F + 32768.0F;
   const std::uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
   std::uint32_t places[8];
+  closest = 0xFFFFFFFFU;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float2 both = ptx::widen2<Bfloat>(words[i / 2]);
@@ -211,16 +223,17 @@ struct GroupWords {
   std::uint32_t main[2] = {0, 0};
   std::uint32_t above[2] = {0, 0};
 
-  // codes: a byte each. group and position may be known at run time only.
+  // codes: a byte each. The same codes once more take them off again. group and position may be known at run time
+  // only.
   __device__ __forceinline__ void add(int k, std::uint32_t codes, int group, int position) {
     if constexpr (Bits == 4) {
-      main[k] |= codes << (4 * position);
+      main[k] ^= codes << (4 * position);
     } else if constexpr (Bits == 3) {
-      main[k] |= (codes & 0x03030303U) << (2 * position);
-      above[k] |= (codes >> 2 & 0x01010101U) << plane1_bit(group, position);
+      main[k] ^= (codes & 0x03030303U) << (2 * position);
+      above[k] ^= (codes >> 2 & 0x01010101U) << plane1_bit(group, position);
     } else {
-      main[k] |= (Boosted ? codes & 0x03030303U : codes) << (2 * position);
-      if constexpr (Boosted) above[k] |= (codes >> 2 & 0x03030303U) << (2 * position);
+      main[k] ^= (Boosted ? codes & 0x03030303U : codes) << (2 * position);
+      if constexpr (Boosted) above[k] ^= (codes >> 2 & 0x03030303U) << (2 * position);
     }
   }
 };

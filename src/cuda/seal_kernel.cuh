@@ -157,17 +157,15 @@ __device__ void seal_keys(const SealJob& job, int boosted, const std::uint8_t* e
         words.add(0, codes.x, group, p);
         words.add(1, codes.y, group, p);
       };
-      const GroupWords<F::key.bits, ranked> before = words;
-      std::uint32_t closest = 0xFFFFFFFFU;
+      std::uint32_t closest[per_group];
 #pragma unroll
-      for (int p = 0; p < per_group; ++p) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest));
-      if (near_border(closest)) {
-        words = before;
-#pragma unroll 1
-        for (int p = 0; p < per_group; ++p) {
-          add(p, code_tile<F::bfloat, true>(data[tile_of(F::key.bits, group, p) * stride], grids, closest));
-        }
-      }
+      for (int p = 0; p < per_group; ++p) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest[p]));
+      redo_near_border(closest, [&](int p) {
+        const uint4 again = data[tile_of(F::key.bits, group, p) * stride];
+        std::uint32_t known;
+        add(p, code_tile<F::bfloat, false>(again, grids, known));
+        add(p, code_tile<F::bfloat, true>(again, grids, known));
+      });
       const int target = t / 2 + (t % 2 != 0 ? 2 : 0);
       const int quad = group * F::key.quads_per_group() + warp / 2;
       auto* to = page + F::key.codes_offset() + quad * kQuadBytes + (4 * g + target) * 16 + warp % 2 * 8;
@@ -244,20 +242,18 @@ __device__ void seal_values(const SealJob& job, const std::uint8_t* exact, std::
     const auto beyond = [&](int p) {  // codes are 0 past the last channel
       return tiles % per_group != 0 && tile_of(F::value.bits, group, p) >= tiles;
     };
-    const GroupWords<F::value.bits, false> before = words;
-    std::uint32_t closest = 0xFFFFFFFFU;
+    std::uint32_t closest[per_group];
 #pragma unroll
     for (int p = 0; p < per_group; ++p) {
-      if (!beyond(p)) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest));
+      closest[p] = 0xFFFFFFFFU;
+      if (!beyond(p)) add(p, code_tile<F::bfloat, false>(rows[p], grids, closest[p]));
     }
-    if (near_border(closest)) {
-      words = before;
-#pragma unroll 1
-      for (int p = 0; p < per_group; ++p) {
-        if (beyond(p)) continue;
-        add(p, code_tile<F::bfloat, true>(data[tile_of(F::value.bits, group, p) * 32], grids, closest));
-      }
-    }
+    redo_near_border(closest, [&](int p) {
+      const uint4 again = data[tile_of(F::value.bits, group, p) * 32];
+      std::uint32_t known;
+      add(p, code_tile<F::bfloat, false>(again, grids, known));
+      add(p, code_tile<F::bfloat, true>(again, grids, known));
+    });
     const int place = tile / 2 % 2 * kQuadBytes + lane * 16 + tile % 2 * 8;
     auto* to = half + F::value.codes_offset() + group * (2 * kQuadBytes) + place;
     *reinterpret_cast<uint2*>(to) = {words.main[0], words.main[1]};

@@ -119,9 +119,11 @@ TEST(Plan, CoversEveryUnitOnce) {
     shape.exact_cost = 0.9;
     Split split;
     const int items = static_cast<int>(sequences.size()) * shape.kv_heads * ((shape.vectors + 3) / 4);
-    split.aligned = round % 2 == 0;
-    split.groups = split.aligned ? std::max(1, items) * (1 + static_cast<int>(random() % 5))
-                                 : 1 + static_cast<int>(random() % 200);
+    split.aligned = round % 3 == 0;
+    split.whole = round % 3 == 1 ? 1 + static_cast<int>(random() % 4) : 0;
+    split.groups = split.aligned     ? std::max(1, items) * (1 + static_cast<int>(random() % 5))
+                   : split.whole > 0 ? (items + split.whole - 1) / split.whole
+                                     : 1 + static_cast<int>(random() % 200);
     const Plan plan = make_plan(split, shape, sequences);
     ASSERT_EQ(plan.first_segment.size(), static_cast<std::size_t>(split.groups) + 1);
     ASSERT_EQ(plan.first_segment.back(), static_cast<int>(plan.segments.size()));
@@ -132,6 +134,7 @@ TEST(Plan, CoversEveryUnitOnce) {
     for (auto& [key, segments] : found) {
       const PlanSequence& sequence = sequences[static_cast<std::size_t>(std::get<0>(key))];
       int at = sequence.first_unit;
+      if (split.whole > 0) EXPECT_EQ(segments.size(), 1U);
       for (std::size_t i = 0; i < segments.size(); ++i) {
         EXPECT_EQ(segments[i].begin, at);
         EXPECT_GE(segments[i].end, at);
@@ -145,6 +148,20 @@ TEST(Plan, CoversEveryUnitOnce) {
     }
     for (const int uses : partials) EXPECT_EQ(uses, 1);
   }
+}
+
+// Batches that come out nearly even keep their (sequence, head)s whole; few, long or unequal ones are cut.
+TEST(Plan, WholeSequencesWhereCutsWouldCostMore) {
+  PlanDevice device;
+  device.clusters_of_2 = 66;
+  device.clusters_of_8 = 16;
+  EXPECT_EQ(choose_split(device, 256, 64, true).whole, 2);
+  EXPECT_EQ(choose_split(device, 256, 64, true).groups, 128);
+  EXPECT_EQ(choose_split(device, 128, 256, true).whole, 1);
+  EXPECT_EQ(choose_split(device, 256, 64, false).whole, 0);   // lengths differ
+  EXPECT_EQ(choose_split(device, 256, 1024, true).whole, 0);  // four idle multiprocessors cost more
+  EXPECT_EQ(choose_split(device, 140, 64, true).whole, 0);    // two on each of 70 would leave 62 idle
+  EXPECT_EQ(choose_split(device, 64, 64, true).whole, 0);     // clusters
 }
 
 TEST(Plan, GroupsShareTheWorkEqually) {
