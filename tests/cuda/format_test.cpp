@@ -134,7 +134,9 @@ TEST(Plan, CoversEveryUnitOnce) {
     for (auto& [key, segments] : found) {
       const PlanSequence& sequence = sequences[static_cast<std::size_t>(std::get<0>(key))];
       int at = sequence.first_unit;
-      if (split.whole > 0) EXPECT_EQ(segments.size(), 1U);
+      if (split.whole > 0) {
+        EXPECT_EQ(segments.size(), 1U);
+      }
       for (std::size_t i = 0; i < segments.size(); ++i) {
         EXPECT_EQ(segments[i].begin, at);
         EXPECT_GE(segments[i].end, at);
