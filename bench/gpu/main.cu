@@ -269,7 +269,9 @@ void run_case(const Case& c, double bandwidth, bool tune) {
     whole.groups = (items + whole.whole - 1) / whole.whole;
     splits.push_back(whole);
   } else {
-    for (const int ranks : {4, 8}) splits.push_back({ranks, 128 / ranks / items * items, false, true});
+    for (const int ranks : {4, 8}) {
+      if (128 / ranks >= items) splits.push_back({ranks, 128 / ranks / items * items, false, true});
+    }
   }
   for (const Split& split : splits) {
     for (const bool few_warps : {false, true}) {

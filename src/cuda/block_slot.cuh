@@ -21,10 +21,12 @@ struct BlockDecodeConfig {
   static constexpr int steps = KeyDim / kStep;
   static constexpr int value_tiles = ValueDim / kTile;
 
-  // Shared memory: queries as [channel][vector]; a part per warp; when all pages are done, results take its place.
+  // Shared memory: queries as [channel][vector]; barriers of the copies; a part per warp; when all pages are done,
+  // results take the place of the parts. Not that of the barriers: what waits have left in a barrier may still change.
   static constexpr int x_stride = KeyDim / kFour + 4;  // words of a row of bytes; spreads rows over the banks
   static constexpr int s_stride = kPage + 8;           // floats of a row of scores
-  static constexpr int warp_offset = KeyDim * vectors * 4;
+  static constexpr int barrier_offset = KeyDim * vectors * 4;
+  static constexpr int warp_offset = barrier_offset + warps * 16;
   static constexpr int merge_stride = ValueDim + 8;
   static constexpr int merge_offset = warp_offset;
   static constexpr int state_offset = merge_offset + warps * vectors * merge_stride * 4;
@@ -41,8 +43,7 @@ struct BlockDecodeConfig {
   static constexpr int list_values = weights_offset + kPage / kFour * 8 * 4;
   static constexpr int list_rows = list_values + 2 * list_slots + 32;
   static constexpr int list_depths = list_rows + list_slots + 32;
-  static constexpr int barrier_offset = list_depths + list_slots + 32;
-  static constexpr int raw_offset = barrier_offset + 16;
+  static constexpr int raw_offset = list_depths + list_slots + 32;
   static constexpr int extra_stride = ValueDim + 8;  // what outliers add to outputs; takes the place of the raw values
 
   static constexpr int warp_bytes(int half_bytes) {
@@ -116,7 +117,7 @@ class BlockSlot {
         queries_(reinterpret_cast<const float4*>(shared)),
         own_(shared + C::warp_offset + threadIdx.x / 32 * C::warp_bytes(block_half_bytes(format))),
         lane_(static_cast<int>(threadIdx.x) % 32),
-        copies_(own_ + C::barrier_offset) {
+        copies_(shared + C::barrier_offset + threadIdx.x / 32 * 16) {
 #pragma unroll
     for (int i = 0; i < kBlockPlanes; ++i) {
       if (lane_ != i) continue;

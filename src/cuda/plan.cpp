@@ -13,8 +13,8 @@ constexpr double kShortSegmentCost =
     20;                         // of the segments of a ragged batch: many are shorter than a round of the warps
 constexpr int kFewPages = 250;  // per multiprocessor: below, 8 warps beat 12
 // What ending a segment costs, in pages, where whole (sequence, head)s are weighed against cuts at equal cost: 32
-// sequences of 8k are 10 % faster whole, of 32k as fast.
-constexpr double kEndCost = 15;
+// sequences of 8k are 10 % faster whole, of 32k about as fast.
+constexpr double kEndCost = 17;
 
 struct Item {
   int sequence = 0;
@@ -172,6 +172,7 @@ Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
     if (whole * (pages + kEndCost) * device.multiprocessors <= cut) {
       split.whole = whole;
       split.groups = (items + whole - 1) / whole;
+      split.few_warps = !device.more_warps;
     }
   }
   return split;
