@@ -129,11 +129,11 @@ void choose_order(const KeyRecipe& recipe, const TileLayout& tile, const KeyRows
 }
 
 // Divided by the block: then no rotated value is larger than the largest of its block, which the cache's type holds,
-// and the transform back needs no factor.
+// and the transform back needs no factor. Divided first, by a power of two: sums of the largest values would overflow.
 void rotate_values(float* row, const TileLayout& tile) {
-  kernels().hadamard(row, tile.rows, tile.rotation);
-  const float factor = 1.0F / static_cast<float>(tile.rotation);  // a power of two
+  const float factor = 1.0F / static_cast<float>(tile.rotation);
   for (int r = 0; r < tile.rows; ++r) row[r] *= factor;
+  kernels().hadamard(row, tile.rows, tile.rotation);
 }
 
 // The largest code without the zeros below it: codes of even width lie one bit up where bit 0 is that of the odd ones.

@@ -153,6 +153,7 @@ __device__ __forceinline__ void load_values(const BlockSealPage& page, int head,
   const std::uint8_t* from = page.exact(head) + token / kTile * format.tile_bytes() + format.key_bytes() +
                              token % 8 / 2 * 16 + token % kTile / 8 * 8;
   const auto* factors = reinterpret_cast<const std::uint16_t*>(page.block(head) + tile.factor_offset);
+  const float share = __fdiv_rn(1.0F, static_cast<float>(tile.rotation));
   const auto put = [&](int channel, std::uint32_t pair) {
     const float2 both = ptx::widen2<Bfloat>(pair);
     float x = token % 2 == 0 ? both.x : both.y;
@@ -160,7 +161,7 @@ __device__ __forceinline__ void load_values(const BlockSealPage& page, int head,
       const float factor = ptx::widen2<Bfloat>(factors[channel]).x;
       x = factor > 0 ? __fdiv_rn(x, factor) : 0.0F;
     }
-    row[channel] = x;
+    row[channel] = __fmul_rn(x, share);
   };
 #pragma unroll 2
   for (int i = lane; i < tile.rows / 2; i += 32) {
@@ -181,9 +182,6 @@ __device__ __forceinline__ void load_values(const BlockSealPage& page, int head,
     }
     __syncwarp();
   }
-  const float factor = __fdiv_rn(1.0F, static_cast<float>(tile.rotation));
-  for (int i = lane; i < tile.rows; i += 32) row[i] = __fmul_rn(row[i], factor);
-  __syncwarp();
 }
 
 // ---- codes

@@ -76,7 +76,7 @@ class WarpCopies {
 #endif
   }
   // Of all the bytes that are added until wait().
-  __device__ void announce(int bytes) const {
+  __device__ void announce([[maybe_unused]] int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if (lane_ == 0) ptx::barrier_expect(barrier_, static_cast<std::uint32_t>(bytes));
 #endif
@@ -102,8 +102,8 @@ class WarpCopies {
 
  private:
   int lane_;
-  std::uint32_t barrier_;
-  std::uint32_t parity_ = 0;
+  [[maybe_unused]] std::uint32_t barrier_;
+  [[maybe_unused]] std::uint32_t parity_ = 0;
 };
 
 // A warp's part: one page's keys or values, and what it makes of them.

@@ -177,7 +177,7 @@ __device__ __forceinline__ int token_of(int number) {
   return number / 16 * 16 + number % 16 / 4 * 2 + number % 2 + number % 4 / 2 * 8;
 }
 
-// Every eighth channel of a token, rotated and divided by the block as the CPU does it: the same additions. Value m
+// Every eighth channel of a token, divided by the block and rotated as the CPU does it: the same additions. Value m
 // goes to to[m * stride]; returns the thread's range.
 template <class F, int Rotation>
 __device__ __forceinline__ float2 load_rotated(const std::uint8_t* exact, int number, int lane, float* to, int stride) {
@@ -193,8 +193,8 @@ __device__ __forceinline__ float2 load_rotated(const std::uint8_t* exact, int nu
     for (int m = 0; m < count / 2; ++m) {
       const float2 a = ptx::widen2<F::bfloat>(pairs[m].x);
       const float2 b = ptx::widen2<F::bfloat>(pairs[m].y);
-      x[2 * m] = number % 2 == 0 ? a.x : a.y;
-      x[2 * m + 1] = number % 2 == 0 ? b.x : b.y;
+      x[2 * m] = (number % 2 == 0 ? a.x : a.y) * (1.0F / Rotation);
+      x[2 * m + 1] = (number % 2 == 0 ? b.x : b.y) * (1.0F / Rotation);
     }
   }
 #pragma unroll
@@ -216,7 +216,6 @@ __device__ __forceinline__ float2 load_rotated(const std::uint8_t* exact, int nu
   float2 range{INFINITY, -INFINITY};
 #pragma unroll
   for (int m = 0; m < count; ++m) {
-    x[m] *= 1.0F / Rotation;
     to[m * stride] = x[m];
     range = {fminf(range.x, x[m]), fmaxf(range.y, x[m])};
   }
