@@ -18,10 +18,24 @@ struct ColumnSeal {
 template <class F>
 struct KeySealShared {
   double loudness[F::key.dim];
+  alignas(16) std::uint32_t upper[F::key.dim];  // words of loudness
   std::uint8_t boosted[F::key.dim];
   std::uint8_t list[F::key.dim];             // boosted channels, ascending
   std::uint8_t above[2][kTile][F::key.dim];  // [group][row of a tile][channel]: upper fields of the group's row tiles
 };
+
+// How many channels are marked; the same in all lanes.
+template <class F>
+__device__ __forceinline__ int count_boosted(const KeySealShared<F>& shared) {
+  const auto* marks = reinterpret_cast<const std::uint32_t*>(shared.boosted);
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < F::key.dim / kFour; i += 32) {
+    const int four = i + static_cast<int>(threadIdx.x) % 32;
+    if (four < F::key.dim / kFour) count += __popc(marks[four]);
+  }
+  return static_cast<int>(__reduce_add_sync(0xFFFFFFFFU, static_cast<unsigned>(count)));
+}
 
 // The `boosted` channels of the largest mean |k|, ties to the lower channel. All threads of the block.
 template <class F>
@@ -29,19 +43,37 @@ __device__ void choose_boosted(int boosted, KeySealShared<F>& shared) {
   constexpr int parts = ColumnSeal<F>::threads / F::key.dim >= 4 ? 4 : 2;  // threads of a channel
   const int channel = static_cast<int>(threadIdx.x) / parts;
   const int part = static_cast<int>(threadIdx.x) % parts;
-  int rank = 0;
+  const auto mark = [&](int louder) {
+#pragma unroll
+    for (int bit = 1; bit < parts; bit *= 2) louder += __shfl_xor_sync(0xFFFFFFFFU, louder, bit);
+    if (part == 0 && channel < F::key.dim) shared.boosted[channel] = louder < boosted ? 1 : 0;
+    __syncthreads();
+  };
+  // Magnitudes order as their bits do. Channels whose upper words are the same are marked together: that is right
+  // unless they are the last that could be.
+  int louder = 0;
   if (channel < F::key.dim) {
-    // Magnitudes order as their bits do. On a tie the lower channel is the louder one.
-    const long long mine = __double_as_longlong(shared.loudness[channel]);
-#pragma unroll 8
-    for (int other = part; other < F::key.dim; other += parts) {
-      rank += __double_as_longlong(shared.loudness[other]) > (other < channel ? mine - 1 : mine) ? 1 : 0;
+    const std::uint32_t mine = shared.upper[channel];
+#pragma unroll 4
+    for (int other = 4 * part; other < F::key.dim; other += 4 * parts) {
+      const auto four = *reinterpret_cast<const uint4*>(shared.upper + other);
+      louder += (four.x > mine ? 1 : 0) + (four.y > mine ? 1 : 0) + (four.z > mine ? 1 : 0) + (four.w > mine ? 1 : 0);
     }
   }
-#pragma unroll
-  for (int bit = 1; bit < parts; bit *= 2) rank += __shfl_xor_sync(0xFFFFFFFFU, rank, bit);
-  if (part == 0 && channel < F::key.dim) shared.boosted[channel] = rank < boosted ? 1 : 0;
-  __syncthreads();
+  mark(louder);
+  if (count_boosted<F>(shared) != boosted) {
+    louder = 0;
+    if (channel < F::key.dim) {
+      const long long mine = __double_as_longlong(shared.loudness[channel]);
+#pragma unroll 1
+      for (int other = part; other < F::key.dim; other += parts) {
+        // On a tie the lower channel is the louder one.
+        louder += __double_as_longlong(shared.loudness[other]) > (other < channel ? mine - 1 : mine) ? 1 : 0;
+      }
+    }
+    __syncthreads();  // the marks are counted
+    mark(louder);
+  }
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x < 32) {
     int before = 0;
@@ -112,7 +144,11 @@ __device__ void seal_keys(const SealJob& job, int boosted, const std::uint8_t* e
         for (int bit = 4; bit < 32; bit *= 2) {
           sums[i] = __dadd_rn(sums[i], __shfl_xor_sync(0xFFFFFFFFU, sums[i], bit));
         }
-        if (g == i) memory.loudness[warp * kTile + i / 2 * 8 + 2 * t + i % 2] = sums[i];
+        if (g == i) {
+          const int channel = warp * kTile + i / 2 * 8 + 2 * t + i % 2;
+          memory.loudness[channel] = sums[i];
+          memory.upper[channel] = static_cast<std::uint32_t>(__double2hiint(sums[i]));
+        }
       }
     }
   }
