@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/check.hpp"
+
 namespace kvant::cuda {
 namespace {
 
@@ -172,6 +174,8 @@ void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
   const int items = sequences * args.kv_heads * ((args.rows * args.group + per_item - 1) / per_item);
   const Split split = choose_split(describe_device(flat, args.key_bytes), items, most, alike(pages));
   kernel = kernel_for(flat, split);
+  options.overlap = options.overlap && waits_for_predecessor(kernel->function);
+  args.pages_settled = options.overlap ? args.pages_settled : 0;
   load(split, split.half ? describe_sequences(headroom, 2) : pages);
 }
 
@@ -186,6 +190,7 @@ void AttendPlan::Impl::split_prefill() {
   const std::int64_t stage = prefill->few ? prefill->threads / 32 * kPage : 64;
   prefill_split.parts =
       std::min(choose_parts(items, (seen + stage - 1) / stage, slots), 65535 / std::max(1, sequences));
+  prefill_split.overlap = prefill_split.parts > 1 && merge_overlaps(prefill->bfloat);
   partials = DeviceBuffer<float>(prefill_workspace(*prefill, prefill_split, args.kv_heads, sequences));
   args.partials = partials.get();
 }

@@ -29,4 +29,12 @@ inline int most_shared_bytes() {
   return most;
 }
 
+// Whether `function` waits for its predecessor (ptx::wait_for_predecessor), so that it may be launched before that has
+// ended. PTX of an older architecture does not, on whatever device it runs.
+inline bool waits_for_predecessor(const void* function) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, function), "attributes of a kernel");
+  return attributes.ptxVersion >= 90;
+}
+
 }  // namespace kvant::cuda
