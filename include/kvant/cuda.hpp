@@ -34,10 +34,10 @@ bool is_available() noexcept;
 DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
-// Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages, with
-// pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi, kitty and waterfill have formats of
-// their own where this build has kernels of the widths and shape; all others, parts of these among them, are the CPU's
-// blocks, which take more time (docs/results.md).
+// Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages,
+// with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi, kitty and waterfill have
+// formats of their own where this build has kernels of the widths and shape; all others, parts of these among them, are
+// the CPU's blocks, which take more time (docs/results.md).
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
@@ -117,9 +117,9 @@ class Batch {
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], rotated, values likewise, dense,
-  // cache's type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where the device
-  // cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds, some 11000
-  // for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
+  // cache's type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where
+  // the device cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds,
+  // some 11000 for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);

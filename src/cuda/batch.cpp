@@ -190,8 +190,7 @@ int Batch::seal_ready(void* stream) {
       }
       s.pages.push_back(first && sink == kPage ? -1 : pool.page_numbers.take());
       if (s.pages.back() < 0) continue;
-      jobs.push_back(
-          {exact, s.pages.back(), first ? sink : 0, static_cast<std::int32_t>(s.pages.size() - 1) * kPage});
+      jobs.push_back({exact, s.pages.back(), first ? sink : 0, static_cast<std::int32_t>(s.pages.size() - 1) * kPage});
       if (pool.blind) ++s.blind_seals;
     }
   }
