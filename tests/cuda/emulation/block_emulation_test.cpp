@@ -205,8 +205,7 @@ void expect_turned(int first_page) {
       using C = BlockConfig<ValueDim, Bfloat>;
       Problem problem(recipe, {1, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 2, 3, 2, &rotation, first_page);
       problem.run(&block_kernel<C>, C::threads, C::vectors, BlockShared(problem.format, C::vectors).bytes);
-      std::printf("[ error    ] %.2e %s, %s, D = %d\n", problem.error(), recipe, name, KeyDim);
-      EXPECT_LE(problem.error(), Bfloat ? 5e-3 : 1e-3);
+      EXPECT_LE(problem.error(), Bfloat ? 6e-3 : 1e-3);  // keys are rounded once more
     }
   }
 }
