@@ -8,6 +8,7 @@
 #include <climits>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
