@@ -48,12 +48,12 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   if (!format.present()) return best;
   const bool want_few =
       path == AttendPath::integer || (path != AttendPath::prefill && rows <= kFewRows && rows * group <= kFewVectors);
-  // A product of integers knows no angles.
   const bool strict = path == AttendPath::integer || path == AttendPath::prefill;
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
     const bool few = kernel.key_dim != 0;
+    // A product of integers knows no angles.
     if (few && (kernel.key_dim != device.key.dim || format.before_rope != 0)) continue;
     const int bytes = kernel.shared_bytes(format);
     if (bytes > most || ((best || strict) && few != want_few)) continue;
