@@ -59,6 +59,7 @@ class Runner {
     bytes_ = static_cast<double>(pages) * static_cast<double>(page_bytes(recipe, c.shape));
     const int sets = static_cast<int>(std::max(1.0, std::ceil(kRotate / bytes_)));
     pool_ = std::make_unique<PagePool>(recipe, c.shape, static_cast<int>(pages) * sets, 0);
+    pool_->set_key_rotation(make_rotation({RotaryPairs::halves, c.shape.key_dim}));
     fill_pool(*pool_->impl(), static_cast<int>(pages) * sets);
     std::vector<std::int32_t> numbers;
     for (int i = 0; i < pages * sets; ++i) numbers.push_back(pool_->impl()->page_numbers.take());
@@ -182,14 +183,15 @@ class Runner {
 double time_seal(const char* recipe, int pages) {
   const CacheShape shape{8, 128, 128, DType::f16};
   PagePool pool(parse_recipe(recipe), shape, pages, pages);
+  pool.set_key_rotation(make_rotation({RotaryPairs::halves, shape.key_dim}));
   const PagePool::Impl& p = *pool.impl();
   std::vector<std::uint16_t> rows(p.exact.bytes() / 2);
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
   for (auto& x : rows) x = base::float_to_half(normal(random));
   need(cudaMemcpy(p.exact.get(), rows.data(), p.exact.bytes(), cudaMemcpyHostToDevice), "copy");
-  std::vector<SealJob> jobs;
-  for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0});
+  std::vector<BlockSealJob> jobs;
+  for (int i = 0; i < pages; ++i) jobs.push_back({i, i, 0, i * kPage});
   p.seal(jobs, nullptr);
   return time_graph(20, [&](int, cudaStream_t stream) { p.seal(jobs, stream); });
 }
@@ -203,6 +205,7 @@ std::vector<Case> table_cases() {
                                      {"4-bit", "kivi:k=4,v=4"},
                                      {"kvquant 3", "kvquant:k=3,v=3,sink=0"},
                                      {"kvquant 2", "kvquant:k=2,v=2,sink=0"},
+                                     {"before RoPE", "kvquant:k=3,v=3,sink=0,rope=before"},
                                      {"zipcache", "zipcache"}}) {
     for (const auto& [batch, tokens] :
          {std::pair{32, 32768}, {32, 8192}, {8, 32768}, {1, 131072}, {1, 32768}, {1, 8192}, {1, 4096}}) {
@@ -297,6 +300,7 @@ void run_prefill(const std::string& only) {
                                            {"small", "small:sink=0", DType::f16},
                                            {"balanced", "balanced:sink=0", DType::f16},
                                            {"kvquant 3", "kvquant:k=3,v=3,sink=0", DType::f16},
+                                           {"before RoPE", "kvquant:k=3,v=3,sink=0,rope=before", DType::f16},
                                            {"zipcache", "zipcache", DType::f16}}) {
     if (!std::string(name).starts_with(only)) continue;
     Case c;
@@ -349,9 +353,10 @@ int run(const std::string& what, const std::string& name) {
   }
   if (what == "prefill" || what == "all") run_prefill(name);
   if (what == "prefill") return 0;
-  for (const char* recipe : {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0",
-                             "kvquant:k=3,v=3,sink=0", "kvquant:k=2,v=2,sink=0", "zipcache", "kivi:k=8,v=8",
-                             "kitty:selector=variance", "waterfill:rotate=0", "k=zipcache,v=waterfill:3"}) {
+  for (const char* recipe :
+       {"kivi:k=2,v=2", "kivi:k=4,v=4", "kitty:sink=0", "small:sink=0", "balanced:sink=0", "kvquant:k=3,v=3,sink=0",
+        "kvquant:k=2,v=2,sink=0", "kvquant:k=3,v=3,sink=0,rope=before", "zipcache", "kivi:k=8,v=8",
+        "kitty:selector=variance", "waterfill:rotate=0", "k=zipcache,v=waterfill:3"}) {
     if (what == "seal" && !std::string(recipe).starts_with(name)) continue;
     for (const int pages : {32, 8, 1}) {  // 8 heads each
       std::printf("{\"case\": \"seal\", \"recipe\": \"%s\", \"head pages\": %d, \"us\": %.2f}\n", recipe, pages * 8,

@@ -75,6 +75,7 @@ inline std::vector<std::byte> sealed_images(const PagePool::Impl& pool) {
   std::vector<float> values(static_cast<std::size_t>(tokens * shape.kv_heads * shape.value_dim));
   for (float& x : values) x = normal(random);
   Cache cache(recipe, shape);
+  if (pool.rotation) cache.set_key_rotation(*pool.rotation);
   cache.append(dense_view(keys.data(), DType::f32, tokens, shape.kv_heads, shape.key_dim),
                dense_view(values.data(), DType::f32, tokens, shape.kv_heads, shape.value_dim));
   std::vector<std::byte> images(pool.page_stride() * kSealedKinds);

@@ -48,13 +48,33 @@ typedef struct kvant_cuda_plan kvant_cuda_plan;
 
 /* ---- pool: device memory for sealed pages and for exact pages of 128 tokens, one layer */
 
-/* recipe: a recipe text, for example "kitty:sink=4"; any that seals pages but kvquant with rope=before. */
+/* recipe: a recipe text, for example "kitty:sink=4"; any that seals pages. */
 kvant_status kvant_cuda_pool_create(const char* recipe, const kvant_cuda_shape* shape, int pages, int exact_pages,
                                     kvant_cuda_pool** pool);
 void kvant_cuda_pool_destroy(kvant_cuda_pool* pool);
 kvant_status kvant_cuda_pool_free_pages(const kvant_cuda_pool* pool, int* pages, int* exact_pages);
 /* Bytes of device memory that the pool holds. */
 kvant_status kvant_cuda_pool_bytes(const kvant_cuda_pool* pool, size_t* bytes);
+
+/* Which channels of a head turn together: 2 i and 2 i + 1 ("norm" in ggml), or i and i + the number of pairs ("neox").
+ */
+typedef enum kvant_rotary_pairs { KVANT_PAIRS_ADJACENT = 0, KVANT_PAIRS_HALVES = 1 } kvant_rotary_pairs;
+
+/* What the model does to a key of position p (RoPE): pair i turns by p * frequencies[i] radians and is multiplied by
+ * `magnitude`; channels beyond the pairs stay as they are. */
+typedef struct kvant_key_rotation {
+  kvant_rotary_pairs pairs;
+  int pair_count;            /* 1 to key_dim / 2 */
+  const double* frequencies; /* host memory, [pair_count], magnitudes up to 10^6 */
+  double magnitude;          /* 1/1024 to 1024 */
+} kvant_key_rotation;
+
+/* For recipes with rope=before, whose pools must know it before the first append; ignored by others. A token's position
+ * is its number in the sequence. KVANT_INVALID_ARGUMENT for a rotation that does not fit the shape, or is another one
+ * than that of the pages in use. */
+kvant_status kvant_cuda_pool_set_key_rotation(kvant_cuda_pool* pool, const kvant_key_rotation* rotation);
+/* needed: 1 where the recipe has rope=before, else 0. */
+kvant_status kvant_cuda_pool_needs_rotation(const kvant_cuda_pool* pool, int* needed);
 
 /* ---- sequence */
 
@@ -79,7 +99,7 @@ kvant_status kvant_cuda_batch_bind(kvant_cuda_batch* batch, kvant_cuda_sequence*
                                    void* stream);
 /* Makes room for `tokens` more tokens per sequence. */
 kvant_status kvant_cuda_batch_reserve(kvant_cuda_batch* batch, int tokens, void* stream);
-/* keys [sequence][row][kv_head][key_dim] and values [..][value_dim], dense, device memory. */
+/* keys [sequence][row][kv_head][key_dim], rotated, and values [..][value_dim], dense, device memory. */
 kvant_status kvant_cuda_batch_append(kvant_cuda_batch* batch, const void* keys, const void* values, int rows,
                                      void* stream);
 /* Tells the host's side that a graph with an append of `rows` rows was replayed. */
@@ -90,7 +110,8 @@ kvant_status kvant_cuda_batch_seal_ready(kvant_cuda_batch* batch, void* stream, 
 /* ---- attention */
 
 typedef enum kvant_cuda_path {
-  KVANT_CUDA_AUTOMATIC = 0, /* integer up to 8 rows, prefill beyond; reference where this build has no kernel */
+  KVANT_CUDA_AUTOMATIC =
+      0, /* integer up to 8 rows, prefill beyond and with rope=before; reference where this build has none */
   KVANT_CUDA_INTEGER = 1,
   KVANT_CUDA_PREFILL = 2,
   KVANT_CUDA_REFERENCE = 3

@@ -34,10 +34,10 @@ bool is_available() noexcept;
 DeviceInfo device_info();
 
 // Bytes that one sealed page (128 tokens, all KV heads) takes on the device.
-// Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages but
-// kvquant with rope=before, with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi,
-// kitty and waterfill have formats of their own where this build has kernels of the widths and shape; all others, parts
-// of these among them, are the CPU's blocks, which take more time (docs/results.md).
+// Throws Error(invalid_argument) for recipes and shapes that the device does not take: it takes all that seal pages,
+// with pages of 128 tokens, head dimensions 64, 96, 128, 192 and 256, f16 and bf16. kivi, kitty and waterfill have
+// formats of their own where this build has kernels of the widths and shape; all others, parts of these among them, are
+// the CPU's blocks, which take more time (docs/results.md).
 std::size_t page_bytes(const Recipe& recipe, const CacheShape& shape);
 
 // Device memory for a fixed number of sealed pages and of exact pages (128 unquantized tokens: sinks, open tails), one
@@ -51,6 +51,14 @@ class PagePool {
   int free_pages() const;
   int free_exact_pages() const;
   std::size_t bytes() const;
+
+  // True when the recipe stores keys before RoPE (kvquant:rope=before; KVQuant, arXiv 2401.18079, section 3.2). Such a
+  // pool has to be told the rotation before its first key; rows go in rotated all the same, and a token's position is
+  // its number in the sequence. Sealed pages hold keys turned back, exact pages as they came.
+  bool needs_rotation() const;
+  // Ignored by other recipes. Not while a graph is captured. Throws Error(invalid_argument) when the rotation does not
+  // fit key_dim, or is another one than that of the pages that are in use; then nothing changed.
+  void set_key_rotation(const KeyRotation& rotation);
 
   struct Impl;  // src/cuda/pool.hpp
   const std::shared_ptr<Impl>& impl() const { return impl_; }
@@ -69,7 +77,8 @@ class Sequence {
   Sequence(Sequence&&) noexcept;
   Sequence& operator=(Sequence&&) noexcept;
 
-  // Copies a CPU cache of the pool's recipe and shape; sealed blocks keep their bits. Synchronous.
+  // Copies a CPU cache of the pool's recipe and shape; sealed blocks keep their bits. Synchronous. With rope=before the
+  // cache's rotation must be the pool's and each token's position its number: Error(invalid_argument).
   // Throws Error(out_of_memory) when the pool has too few free pages; nothing is taken then.
   static Sequence upload(const PagePool& pool, const Cache& cache);
 
@@ -107,10 +116,10 @@ class Batch {
 
   // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
   void reserve(int tokens, void* stream);
-  // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], values likewise, dense, cache's
-  // type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where the device
-  // cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds, some 11000
-  // for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
+  // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], rotated, values likewise, dense,
+  // cache's type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where
+  // the device cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds,
+  // some 11000 for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was replayed.
   void count_appended(int rows);
@@ -144,7 +153,8 @@ struct AttendOptions {
 
 // Which kernel serves a plan.
 enum class AttendPath : std::uint8_t {
-  automatic,  // integer up to 8 rows, prefill beyond, where this build has the shape; reference elsewhere
+  automatic,  // integer up to 8 rows (not with rope=before), prefill beyond, where this build has the shape; reference
+              // elsewhere
   integer,    // 8-bit tensor cores from the codes, 1 to 8 rows (pages that are CPU blocks: to 32 vectors per KV head)
   prefill,    // 16-bit tensor cores over tiles that are dequantized once per block of rows, any number of rows
   reference,  // plain binary64 arithmetic, slow: the cross-check

@@ -8,6 +8,7 @@
 #include <climits>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
@@ -38,6 +39,12 @@ cuda::AttendPath path_of(const std::string& name) {
   if (name == "prefill") return cuda::AttendPath::prefill;
   if (name == "reference") return cuda::AttendPath::reference;
   refuse("path is '" + name + "'; allowed: automatic, integer, prefill, reference");
+}
+
+RotaryPairs pairs_of(const std::string& name) {
+  if (name == "adjacent") return RotaryPairs::adjacent;
+  if (name == "halves") return RotaryPairs::halves;
+  refuse("pairs is '" + name + "'; allowed: adjacent, halves");
 }
 
 const char* name_of(cuda::AttendPath path) {
@@ -218,7 +225,21 @@ void bind_memory(nb::module_& module) {
       .def_prop_ro("free_pages", [](const Pool& pool) { return pool.value.free_pages(); })
       .def_prop_ro("free_exact_pages", [](const Pool& pool) { return pool.value.free_exact_pages(); })
       .def_prop_ro(
-          "nbytes", [](const Pool& pool) { return pool.value.bytes(); }, "Bytes of device memory.");
+          "nbytes", [](const Pool& pool) { return pool.value.bytes(); }, "Bytes of device memory.")
+      .def_prop_ro(
+          "needs_rotation", [](const Pool& pool) { return pool.value.needs_rotation(); },
+          "True when the recipe stores keys as they were before RoPE (rope=before).")
+      .def(
+          "set_key_rotation",
+          [](Pool& pool, std::vector<double> frequencies, const std::string& pairs, double magnitude) {
+            pool.value.set_key_rotation({pairs_of(pairs), std::move(frequencies), magnitude});
+          },
+          nb::arg("frequencies"), nb::kw_only(), nb::arg("pairs") = "halves", nb::arg("magnitude") = 1.0,
+          "What the model does to a key of position p, its token's number in the sequence: pair i of channels turns by "
+          "p * frequencies[i] radians and is multiplied by `magnitude`. pairs: 'halves' (i and i + the number of "
+          "pairs, "
+          "as in transformers) or 'adjacent' (2 i and 2 i + 1). Pools that need it must know it before the first "
+          "append, others ignore it.");
   nb::class_<Sequence>(module, "Sequence", "The pages of one sequence: sinks, sealed pages, open tail.")
       .def(nb::init<const Pool&>(), nb::arg("pool"))
       .def(

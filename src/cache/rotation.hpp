@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kvant/rotation.hpp"
@@ -21,6 +22,8 @@ class Rotation {
   Rotation(const KeyRotation& rotation, int key_dim);
 
   const KeyRotation& key_rotation() const { return key_; }
+  // By what part of a turn each pair moves per position.
+  std::span<const double> turns() const { return std::span(turns_).first(key_.frequencies.size()); }
   int pairs() const { return static_cast<int>(key_.frequencies.size()); }
   // Pair p is the channels p * pair_step() and that + pair_distance(); those from 2 * pairs() on are not turned.
   int pair_step() const { return key_.pairs == RotaryPairs::adjacent ? 2 : 1; }

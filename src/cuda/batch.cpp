@@ -114,6 +114,7 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
                "rows is " + std::to_string(rows) + "; allowed: 0 to " + std::to_string(kMaxAppendRows));
   }
   if (rows == 0 || size() == 0) return;
+  impl_->pool->check_rotation();
   if (!impl_->pool->seals()) {
     base::fail(ErrorCode::unsupported,
                "append for recipe '" + to_text(impl_->pool->recipe) + "' with " +
@@ -159,7 +160,7 @@ int Batch::seal_ready(void* stream) {
   const auto ready = [&](const Sequence::Impl& s, std::size_t i) {
     return s.length - (s.tail_begin() + static_cast<std::int64_t>(i + 1) * kPage) >= window;
   };
-  std::vector<SealJob> jobs;
+  std::vector<BlockSealJob> jobs;
   std::vector<std::int32_t> done;  // exact pages free once the jobs have run
   int needed = 0;
   bool changes = false;
@@ -189,7 +190,7 @@ int Batch::seal_ready(void* stream) {
       }
       s.pages.push_back(first && sink == kPage ? -1 : pool.page_numbers.take());
       if (s.pages.back() < 0) continue;
-      jobs.push_back({exact, s.pages.back(), first ? sink : 0});
+      jobs.push_back({exact, s.pages.back(), first ? sink : 0, static_cast<std::int32_t>(s.pages.size() - 1) * kPage});
       if (pool.blind) ++s.blind_seals;
     }
   }

@@ -104,9 +104,6 @@ BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
   if (!recipe.quantizes()) {
     base::fail(ErrorCode::invalid_argument, "recipe '" + to_text(recipe) + "' has no sealed pages; on the GPU: others");
   }
-  if (layout.position_bytes > 0) {
-    base::fail(ErrorCode::invalid_argument, "recipe key 'rope' is 'before'; on the GPU: after");
-  }
   check_device_shape(recipe, shape);
   BlockFormat format;
   format.key = make_tile(layout.key, 0);
@@ -118,6 +115,7 @@ BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
   format.page_bytes = narrow(layout.page_bytes);
   format.kv_heads = shape.kv_heads;
   if (layout.salient > 0) format.tokens_offset = narrow(layout.tokens_offset);
+  format.before_rope = layout.position_bytes > 0 ? 1 : 0;
   return format;
 }
 

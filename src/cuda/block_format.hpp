@@ -81,6 +81,21 @@ struct BlockTile {
   BlockOutliers outliers;
 };
 
+// The rotation of keys that pages hold as they were before RoPE (block_turn.hpp). Pair p is the channels p * step and
+// that + distance; channels from 2 * pairs on are not turned.
+struct BlockTurns {
+  const double* turns = nullptr;   // [pairs] what part of a turn a pair moves per position
+  const float* offsets = nullptr;  // [kTile][padded] cosine and sine of 0 to 15 positions
+  std::int32_t pairs = 0;          // 0: keys are those after RoPE, or the rotation is not known yet
+  std::int32_t padded = 0;         // pairs, a multiple of four: those too many do not turn
+  std::int32_t step = 1;
+  std::int32_t distance = 1;
+  float magnitude = 1;
+
+  KVANT_BOTH constexpr int first(int pair) const { return pair * step; }
+  KVANT_BOTH constexpr int second(int pair) const { return pair * step + distance; }
+};
+
 struct BlockFormat {
   BlockTile key;
   BlockTile rest;  // keys of the tokens that are not salient; rows is 0 where a page has one key tile
@@ -89,12 +104,14 @@ struct BlockFormat {
   std::int32_t page_bytes = 0;
   std::int32_t kv_heads = 0;
   std::int32_t tokens_offset = -1;  // from the head's block: which token is in each place; -1: in order
+  std::int32_t before_rope = 0;     // 1: keys are those before RoPE
+  BlockTurns turns;
 
   KVANT_BOTH constexpr bool present() const { return page_bytes > 0; }
 };
 
-// Throws Error(invalid_argument) naming what block pages cannot hold: keys before RoPE, pages of other than 128 tokens,
-// other head dimensions and types than the device's.
+// Throws Error(invalid_argument) naming what block pages cannot hold: pages of other than 128 tokens, other head
+// dimensions and types than the device's. `turns` is left to the caller.
 BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape);
 
 // ---- where things lie
@@ -243,6 +260,7 @@ struct BlockShared {
   int planes = 0;
   int tokens = 0;
   int raw = 0;
+  int angles = 0;  // keys before RoPE: float2 per 16 tokens of the page and pair
   int bytes = 0;
 
   KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors) {
@@ -252,7 +270,8 @@ struct BlockShared {
     planes = grids + (256 + 256 + kPage) * 8;
     tokens = planes + 3 * kBlockPlanes * 16;
     raw = tokens + kPage;
-    bytes = raw + block_slot_bytes(format);
+    angles = raw + block_slot_bytes(format);
+    bytes = angles + (format.before_rope != 0 ? kPage / kTile * (format.key.depth / 2) * 8 : 0);
   }
 };
 

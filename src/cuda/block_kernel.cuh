@@ -2,7 +2,7 @@
 // block of threads dequantizes for all of its vectors. Any key dimension.
 #pragma once
 
-#include "cuda/block_tiles.cuh"
+#include "cuda/block_turn.cuh"
 
 namespace kvant::cuda {
 
@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const float scale = args.scale * kLog2e;
   const bool rescale = args.softcap > 0 || !(scale > 0);
   BlockPage<C> page(format, at, shared, segment.kv_head);
+  auto* angles = reinterpret_cast<float2*>(shared + at.angles);
   const std::uint8_t* fetched = nullptr;
   bool rotated = false;  // outputs so far
   Stage next;
@@ -118,12 +119,18 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       if (stage.data != fetched) {
         fetched = stage.data;
         page.prepare();
+        if (format.turns.pairs > 0) place_angles<C>(format.turns, stage.position & -kPage, angles);
         __syncthreads();
       }
       page.unpack(half);
       if (page.has_outliers()) {
         __syncthreads();
         page.add_outliers(half);
+      }
+      if (format.turns.pairs > 0) {
+        __syncthreads();
+        const std::uint8_t* tokens = page.tokens() == nullptr ? nullptr : page.tokens() + half * kStageTokens;
+        KeyTurner<C>(format.turns, angles, tokens, half * kStageTokens, key_tiles, shared + at.keys).run();
       }
       rotated = format.value.rotation > 1;
     } else {

@@ -1,6 +1,8 @@
 // What a block page decodes to, value by value: for the reference kernel and for host tests. Slow.
 #pragma once
 
+#include <cmath>
+
 #include "cuda/block_format.hpp"
 
 namespace kvant::cuda {
@@ -35,6 +37,19 @@ class BlockReader {
       if (x < grid.low || x > grid.high) return x;
     }
     return at(tile, salient ? key_ : rest_, grid, place - tile.first, i);
+  }
+  // The same as a query meets it: turned to its position where it is stored as it was before RoPE.
+  KVANT_BOTH double key_at(int place, int i, int position) const {
+    const BlockTurns& turns = f_.turns;
+    if (i >= 2 * turns.pairs) return key(place, i);
+    const bool adjacent = turns.step == 2;
+    const int pair = adjacent ? i / 2 : i % turns.pairs;
+    const double turn = position * turns.turns[pair];
+    const double angle = 2 * 3.14159265358979323846 * (turn - floor(turn));
+    const double x = key(place, turns.first(pair));
+    const double y = key(place, turns.second(pair));
+    const bool is_first = i == turns.first(pair);
+    return turns.magnitude * (is_first ? x * cos(angle) - y * sin(angle) : x * sin(angle) + y * cos(angle));
   }
   KVANT_BOTH double value(int place, int channel) const {
     const BlockOutliers& list = f_.value.outliers;

@@ -22,7 +22,7 @@ void launch(const Launch& what, BlockSealBatch& batch, unsigned pages, cudaStrea
 }
 
 template <bool Bfloat>
-void launch_typed(const BlockSealArgs& args, std::span<const SealJob> jobs, cudaStream_t stream) {
+void launch_typed(const BlockSealArgs& args, std::span<const BlockSealJob> jobs, cudaStream_t stream) {
   const BlockSealGrids grids(args);
   const Launch launches[] = {
       {reinterpret_cast<const void*>(&block_seal_prepare<Bfloat>), grids.prepare_y, 1, kBlockPrepareBytes},
@@ -40,7 +40,7 @@ void launch_typed(const BlockSealArgs& args, std::span<const SealJob> jobs, cuda
 
 }  // namespace
 
-void launch_block_seal(const BlockSealArgs& args, bool bfloat, std::span<const SealJob> jobs, void* stream) {
+void launch_block_seal(const BlockSealArgs& args, bool bfloat, std::span<const BlockSealJob> jobs, void* stream) {
   if (bfloat) {
     launch_typed<true>(args, jobs, as_stream(stream));
   } else {

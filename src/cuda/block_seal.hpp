@@ -36,11 +36,19 @@ struct BlockSealArgs {
   std::uint8_t value_nearest[kTableStepsOnDevice + 2] = {};
 };
 
+// As SealJob.
+struct BlockSealJob {
+  std::int32_t exact_page = 0;
+  std::int32_t page = 0;
+  std::int32_t skip = 0;
+  std::int32_t position = 0;  // of the page's first token
+};
+
 // As SealBatch.
 struct BlockSealBatch {
   static constexpr int kJobs = 128;
   BlockSealArgs args;
-  SealJob jobs[kJobs];
+  BlockSealJob jobs[kJobs];
 };
 static_assert(sizeof(BlockSealBatch) <= 4000, "kernel parameters");
 
@@ -69,6 +77,6 @@ struct BlockSealGrids {
 };
 
 // Encodes the jobs' pages, BlockSealBatch::kJobs at a time. bfloat: the cache's type.
-void launch_block_seal(const BlockSealArgs& args, bool bfloat, std::span<const SealJob> jobs, void* stream);
+void launch_block_seal(const BlockSealArgs& args, bool bfloat, std::span<const BlockSealJob> jobs, void* stream);
 
 }  // namespace kvant::cuda

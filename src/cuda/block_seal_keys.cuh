@@ -2,7 +2,7 @@
 // of left out tokens left out; a warp has a channel, eight threads where sums of least squares have the CPU's order.
 #pragma once
 
-#include "cuda/block_seal_rows.cuh"
+#include "cuda/block_seal_turn.cuh"
 #include "cuda/seal_widths.cuh"
 
 namespace kvant::cuda {
@@ -26,6 +26,12 @@ class BlockKeySeal {
     load();
     __syncthreads();
     if (shared_.count == 0) return;  // only left out tokens: all zeros
+    if (args_.format.turns.pairs > 0) {
+      turn_keys_back<Bfloat>(args_.format.turns, keys_, BlockKeyShared::kKeyStride, shared_.count, [&](int i) {
+        return page_.job.position + page_.token(head_, tile_.first + shared_.kept[i]);
+      });
+      __syncthreads();
+    }
     measure();
     __syncthreads();
     place();

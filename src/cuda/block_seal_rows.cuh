@@ -10,7 +10,7 @@ namespace kvant::cuda {
 // The page that a block works on.
 struct BlockSealPage {
   const BlockSealArgs& args;
-  const SealJob& job;
+  const BlockSealJob& job;
   int number;  // of the job
 
   __device__ ExactFormat exact_format() const { return {args.format.key.depth, args.format.value.rows}; }

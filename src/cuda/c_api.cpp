@@ -10,6 +10,7 @@
 #include "kvant/cuda.hpp"
 #include "kvant/error.hpp"
 #include "kvant/recipe.hpp"
+#include "kvant/rotation.hpp"
 
 struct kvant_cuda_pool {
   kvant::cuda::PagePool value;
@@ -82,6 +83,20 @@ CacheShape shape_of(const kvant_cuda_shape& shape) {
   return {shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype == KVANT_BF16 ? DType::bf16 : DType::f16};
 }
 
+KeyRotation rotation_of(const kvant_key_rotation& given) {
+  if (given.pairs != KVANT_PAIRS_ADJACENT && given.pairs != KVANT_PAIRS_HALVES) {
+    base::fail(ErrorCode::invalid_argument, "pairs is " + std::to_string(static_cast<int>(given.pairs)) +
+                                                "; allowed: KVANT_PAIRS_ADJACENT, KVANT_PAIRS_HALVES");
+  }
+  if (given.pair_count < 1) {
+    base::fail(ErrorCode::invalid_argument,
+               "pair_count is " + std::to_string(given.pair_count) + "; allowed: 1 to half of key_dim");
+  }
+  const double* first = &required(given.frequencies, "frequencies");
+  return {given.pairs == KVANT_PAIRS_ADJACENT ? RotaryPairs::adjacent : RotaryPairs::halves,
+          std::vector<double>(first, first + given.pair_count), given.magnitude};
+}
+
 // The two enumerations in step.
 constexpr struct {
   kvant_cuda_path c;
@@ -138,6 +153,17 @@ kvant_status kvant_cuda_pool_free_pages(const kvant_cuda_pool* pool, int* pages,
 
 kvant_status kvant_cuda_pool_bytes(const kvant_cuda_pool* pool, size_t* bytes) {
   return fenced([&] { required(bytes, "bytes") = required(pool, "pool").value.bytes(); });
+}
+
+kvant_status kvant_cuda_pool_set_key_rotation(kvant_cuda_pool* pool, const kvant_key_rotation* rotation) {
+  return fenced([&] {
+    kvant::cuda::PagePool& value = required(pool, "pool").value;
+    value.set_key_rotation(kvant::cuda::rotation_of(required(rotation, "rotation")));
+  });
+}
+
+kvant_status kvant_cuda_pool_needs_rotation(const kvant_cuda_pool* pool, int* needed) {
+  return fenced([&] { required(needed, "needed") = required(pool, "pool").value.needs_rotation() ? 1 : 0; });
 }
 
 kvant_status kvant_cuda_sequence_create(const kvant_cuda_pool* pool, kvant_cuda_sequence** sequence) {

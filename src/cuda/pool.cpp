@@ -119,14 +119,16 @@ bool PagePool::Impl::seals() const {
   return block.present() ? can_seal_blocks(block_seal) : can_seal(format, layout, shape.kv_heads);
 }
 
-void PagePool::Impl::seal(std::span<const SealJob> jobs, void* stream) const {
+void PagePool::Impl::seal(std::span<const BlockSealJob> jobs, void* stream) const {
   if (block.present()) return launch_block_seal(block_seal, format.bfloat, jobs, stream);
   SealArgs args = make_seal_args(format, layout, shape.kv_heads);
   args.exact = exact.get();
   args.exact_stride = static_cast<std::int64_t>(exact_stride());
   args.pages = pages.get();
   args.page_stride = static_cast<std::int64_t>(page_stride());
-  launch_seal(format, args, jobs, stream);
+  std::vector<SealJob> plain;
+  for (const BlockSealJob& job : jobs) plain.push_back({job.exact_page, job.page, job.skip});
+  launch_seal(format, args, plain, stream);
 }
 
 PagePool::PagePool(const Recipe& recipe, const CacheShape& shape, int pages, int exact_pages)
@@ -144,7 +146,7 @@ int PagePool::free_exact_pages() const {
   return impl_->exact_numbers.free();
 }
 std::size_t PagePool::bytes() const {
-  return impl_->pages.bytes() + impl_->exact.bytes();
+  return impl_->pages.bytes() + impl_->exact.bytes() + impl_->turns.bytes() + impl_->turn_offsets.bytes();
 }
 
 // ---- Sequence
@@ -223,6 +225,7 @@ Sequence Sequence::upload(const PagePool& pool, const Cache& cache) {
                     shape.key_dim == p.shape.key_dim && shape.value_dim == p.shape.value_dim &&
                     shape.dtype == p.shape.dtype;
   if (!same) base::fail(ErrorCode::invalid_argument, "the cache's recipe or shape is not the pool's");
+  p.check_rotation_of(cache);
   Sequence sequence(pool);
   Sequence::Impl& s = sequence.impl();
   const PageStore::Impl& store = cache.store().impl();

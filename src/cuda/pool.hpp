@@ -1,10 +1,12 @@
 // The inside of PagePool, Sequence and Batch.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "cuda/block.hpp"
 #include "cuda/block_seal.hpp"
+#include "cuda/block_turn.hpp"
 #include "cuda/device_buffer.hpp"
 #include "cuda/device_format.hpp"
 #include "cuda/seal.hpp"
@@ -17,6 +19,7 @@ class Numbers {
  public:
   explicit Numbers(int count);
   int free() const { return static_cast<int>(free_.size()); }
+  int used() const { return static_cast<int>(uses_.size() - free_.size()); }
   std::int32_t take();  // Error(out_of_memory) when none is free
   void share(std::int32_t number) { ++uses_[static_cast<std::size_t>(number)]; }
   void drop(std::int32_t number);
@@ -37,6 +40,9 @@ struct PagePool::Impl {
   DeviceBuffer<std::uint8_t> exact;
   DeviceBuffer<std::uint16_t> key_ranges;   // BlockSealArgs::key_ranges
   DeviceBuffer<std::uint32_t> list_counts;  // BlockSealArgs::list_counts
+  DeviceBuffer<double> turns;               // BlockTurns::turns
+  DeviceBuffer<float> turn_offsets;         // BlockTurns::offsets
+  std::optional<KeyRotation> rotation;      // of recipes with keys before RoPE, once the host has given it
   Numbers page_numbers;
   Numbers exact_numbers;
   BlockSealArgs block_seal;  // of block pages
@@ -45,7 +51,13 @@ struct PagePool::Impl {
   Impl(const Recipe& r, const CacheShape& s, const PoolFormat& chosen, int page_count, int exact_count);
   // Whether this build has kernels that write the pool's pages.
   bool seals() const;
-  void seal(std::span<const SealJob> jobs, void* stream) const;
+  void seal(std::span<const BlockSealJob> jobs, void* stream) const;
+  // ---- pool_rotation.cpp
+  bool needs_rotation() const { return block.before_rope != 0; }
+  // Throws Error(invalid_argument) while a rotation is needed and not known.
+  void check_rotation() const;
+  // Throws Error(invalid_argument) for a cache whose keys were turned otherwise, or by other positions.
+  void check_rotation_of(const Cache& cache) const;
   std::size_t page_stride() const {
     if (block.present()) return static_cast<std::size_t>(block.page_bytes);
     return format.head_bytes() * static_cast<std::size_t>(shape.kv_heads);

@@ -35,7 +35,7 @@ struct CodedPage {
   __device__ int token(int place) const { return place; }
   // The channel in place i of the page.
   __device__ int channel(int i) const { return f.key.sorted() ? keys[f.key.index_offset() + i] : i; }
-  __device__ double key(int token, int i) const {
+  __device__ double key_at(int token, int i, int /*position*/) const {
     return f.key.sorted() ? sorted_key(token, i) : uniform_key(token, i);
   }
 
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
       double score = 0;
       for (int d = 0; d < f.key.dim; ++d) {
         score += is_exact ? q[d] * widen<Bfloat>(exact + f.exact.key_at(thread, d))
-                          : q[coded_page.channel(d)] * coded_page.key(thread, d);
+                          : q[coded_page.channel(d)] * coded_page.key_at(thread, d, at);
       }
       score *= args.scale;
       if (args.softcap > 0) score = args.softcap * tanh(score / args.softcap);

@@ -4,8 +4,10 @@
 #include <algorithm>
 
 #include "cache/page.hpp"
+#include "cache/store.hpp"
 #include "cuda/attend.hpp"
 #include "cuda/block_reader.hpp"
+#include "cuda/block_turn.hpp"
 #include "cuda/support.hpp"
 #include "support/calibration.hpp"
 
@@ -36,6 +38,9 @@ constexpr const char* kRecipes[] = {
     "kivi:k=8,v=8",
     "kivi:k=1,v=5",
     "kivi:k=7,v=6",
+    "kvquant:k=3,v=3,rope=before",
+    "kvquant:k=2,v=4,outliers=0.06,sink=0,rope=before",
+    "k=kvquant:4,v=zipcache,outliers=0,rope=before",
 };
 
 // ---- without a GPU
@@ -61,12 +66,15 @@ std::vector<double> turned(const std::vector<double>& x, int block) {
 double decoding_error(const Cache& cache, int head) {
   const CacheShape& shape = cache.shape();
   const auto block = cache.store().sealed_block(1);
-  const BlockFormat format = make_block_format(cache.recipe(), shape);
+  BlockFormat format = make_block_format(cache.recipe(), shape);
+  const TurnTables tables = make_turn_tables(usual_rotation(shape), shape.key_dim);
+  if (format.before_rope != 0) format.turns = tables.at(tables.turns.data(), tables.offsets.data());
+  const PageStore::Impl& store = cache.store().impl();
   const BlockReader<HostWiden> reader(format, reinterpret_cast<const std::uint8_t*>(block.data()), head, {shape.dtype});
   std::vector<float> keys(static_cast<std::size_t>(shape.key_dim * kPage));
   std::vector<float> values(static_cast<std::size_t>(shape.value_dim * kPage));
   const PageLayout& layout = cache.store().layout();
-  cache::decode_keys(layout, shape.dtype, block.data(), head, {}, keys.data());
+  cache::decode_keys(layout, shape.dtype, block.data(), head, store.turns_of(store.pages[1]), keys.data());
   cache::decode_values(layout, shape.dtype, block.data(), head, values.data());
   double error = 0;
   double largest = 0;
@@ -76,7 +84,8 @@ double decoding_error(const Cache& cache, int head) {
   };
   for (int place = 0; place < kPage; ++place) {
     for (int i = 0; i < shape.key_dim; ++i) {
-      compare(reader.key(place, i), keys[static_cast<std::size_t>(reader.channel(i) * kPage + reader.token(place))]);
+      compare(reader.key_at(place, i, kPage + reader.token(place)),
+              keys[static_cast<std::size_t>(reader.channel(i) * kPage + reader.token(place))]);
     }
     std::vector<double> row;
     for (int c = 0; c < shape.value_dim; ++c) row.push_back(reader.value(place, c));
@@ -114,7 +123,6 @@ TEST(BlockPage, RefusesWhatItCannotHold) {
   const auto refused = [](const char* recipe, const CacheShape& s, const char* word) {
     expect_refused([&] { choose_format(parse_recipe(recipe), s); }, recipe, word);
   };
-  refused("kvquant:rope=before", shape, "rope");
   refused("kvquant:page=64", shape, "page");
   refused("f16", shape, "f16");
   refused("zipcache", {1, 80, 128, DType::f16}, "80");
@@ -122,28 +130,6 @@ TEST(BlockPage, RefusesWhatItCannotHold) {
 }
 
 // ---- on the GPU
-
-double block_tolerance(DType type) {
-  return type == DType::bf16 ? 5e-3 : 1e-3;  // dequantized keys and values are rounded to the type
-}
-
-void expect_blocks(const Shape& shape, unsigned seed = 1) {
-  SCOPED_TRACE(text_of(shape));
-  const Twins twins(shape, seed);
-  const Twins::Result cpu = twins.on_cpu();
-  const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
-  ASSERT_NE(plan.path(), AttendPath::reference);
-  EXPECT_NE(plan.describe().find("CPU blocks"), std::string::npos) << plan.describe();
-  const Twins::Result gpu = twins.on_gpu(plan);
-  const double error = relative_error(gpu.out, cpu.out);
-
-  EXPECT_LE(error, block_tolerance(shape.cache.dtype)) << plan.describe();
-  EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
-  std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
-  const Twins::Result reference = twins.on_gpu(AttendPath::reference);
-  EXPECT_LE(relative_error(reference.out, cpu.out), shape.cache.dtype == DType::bf16 ? 3e-3 : 4e-4) << "reference";
-  EXPECT_LE(relative_error(reference.lse, cpu.lse), 1e-3) << "reference, log-sum-exp";
-}
 
 TEST(GpuBlock, RecipesDecode) {
   KVANT_NEEDS_GPU();

@@ -125,6 +125,72 @@ static void test_refusals(void) {
   kvant_cuda_plan_destroy(NULL);
 }
 
+/* Keys before RoPE: pages sealed on the device against the library's reference path, and what is refused. */
+static void test_key_rotation(void) {
+  enum { TOKENS = 600 };
+  const kvant_cuda_shape shape = {HEADS, DIM, DIM, KVANT_F16};
+  const size_t count = (size_t)QUERY_HEADS * DIM;
+  double frequencies[DIM / 2 + 1], other[DIM / 2];
+  kvant_key_rotation rotation = {KVANT_PAIRS_HALVES, DIM / 2, frequencies, 1.0};
+  kvant_cuda_pool *pool = NULL, *after = NULL;
+  kvant_cuda_sequence* sequence = NULL;
+  kvant_cuda_batch* batch = NULL;
+  kvant_cuda_plan* plan = NULL;
+  kvant_cuda_path path = KVANT_CUDA_AUTOMATIC;
+  int sealed = 0, needed = -1;
+  double* want = malloc(count * sizeof(double));
+  double* got = malloc(count * sizeof(double));
+  void* keys = device_numbers((size_t)TOKENS * HEADS * DIM, 1);
+  void* values = device_numbers((size_t)TOKENS * HEADS * DIM, 500000);
+  void* q = device_numbers(count, 900000);
+  CHECK(want != NULL && got != NULL);
+  for (int i = 0; i <= DIM / 2; ++i) frequencies[i] = pow(10000, -2.0 * i / DIM);
+  for (int i = 0; i < DIM / 2; ++i) other[i] = 2 * frequencies[i];
+
+  CHECK(kvant_cuda_pool_create("kvquant:k=3,v=3,rope=before", &shape, 4, 6, &pool) == KVANT_OK);
+  CHECK(kvant_cuda_pool_create("kvquant:k=3,v=3", &shape, 1, 1, &after) == KVANT_OK);
+  CHECK(kvant_cuda_pool_needs_rotation(pool, &needed) == KVANT_OK && needed == 1);
+  CHECK(kvant_cuda_pool_needs_rotation(after, &needed) == KVANT_OK && needed == 0);
+  CHECK(kvant_cuda_pool_set_key_rotation(after, &rotation) == KVANT_OK);
+  CHECK(kvant_cuda_sequence_create(pool, &sequence) == KVANT_OK);
+  CHECK(kvant_cuda_batch_create(pool, 1, 1024, &batch) == KVANT_OK);
+  CHECK(kvant_cuda_batch_bind(batch, &sequence, 1, NULL) == KVANT_OK);
+  CHECK(kvant_cuda_batch_append(batch, keys, values, TOKENS, NULL) == KVANT_INVALID_ARGUMENT);
+  CHECK(strstr(kvant_last_error(), "rope=before") != NULL);
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, NULL) == KVANT_INVALID_ARGUMENT);
+  rotation.pair_count = DIM / 2 + 1;
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_INVALID_ARGUMENT);
+  CHECK(strstr(kvant_last_error(), "65 pairs") != NULL);
+  rotation.pair_count = DIM / 2;
+  rotation.pairs = (kvant_rotary_pairs)2;
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_INVALID_ARGUMENT);
+  rotation.pairs = KVANT_PAIRS_HALVES;
+  rotation.frequencies = NULL;
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_INVALID_ARGUMENT);
+  rotation.frequencies = frequencies;
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_OK);
+  CHECK(kvant_cuda_batch_append(batch, keys, values, TOKENS, NULL) == KVANT_OK);
+  rotation.frequencies = other;
+  CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_INVALID_ARGUMENT);
+  CHECK(kvant_cuda_batch_seal_ready(batch, NULL, &sealed) == KVANT_OK && sealed == 3);
+  CHECK(kvant_cuda_plan_create(batch, QUERY_HEADS, 1, NULL, &plan) == KVANT_OK);
+  CHECK(kvant_cuda_plan_path(plan, &path) == KVANT_OK && path == KVANT_CUDA_PREFILL);
+  kvant_cuda_plan_destroy(plan);
+  run_plan(batch, 1, KVANT_CUDA_REFERENCE, q, want);
+  run_plan(batch, 1, KVANT_CUDA_PREFILL, q, got);
+  CHECK(relative_error(got, want, count) < 1e-3);
+
+  kvant_cuda_batch_destroy(batch);
+  kvant_cuda_sequence_destroy(sequence);
+  kvant_cuda_pool_destroy(pool);
+  kvant_cuda_pool_destroy(after);
+  cudaFree(keys);
+  cudaFree(values);
+  cudaFree(q);
+  free(want);
+  free(got);
+}
+
 static void test_attention(void) {
   enum { FIRST = 100, REST = 500, ROWS = 12 };
   const kvant_cuda_shape shape = {HEADS, DIM, DIM, KVANT_F16};
@@ -207,6 +273,7 @@ int main(void) {
     return 77;
   }
   test_attention();
+  test_key_rotation();
   puts("passed");
   return 0;
 }

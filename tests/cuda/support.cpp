@@ -93,6 +93,15 @@ std::string text_of(const Shape& shape) {
   return text;
 }
 
+KeyRotation usual_rotation(const CacheShape& shape) {
+  return make_rotation({RotaryPairs::halves, shape.key_dim});
+}
+
+void turn_alike(PagePool& pool, std::span<Cache> caches, const KeyRotation& rotation) {
+  pool.set_key_rotation(rotation);
+  for (Cache& cache : caches) cache.set_key_rotation(rotation);
+}
+
 void expect_agreement(const Shape& shape, unsigned seed) {
   SCOPED_TRACE(text_of(shape));
   const Twins twins(shape, seed);
@@ -104,6 +113,27 @@ void expect_agreement(const Shape& shape, unsigned seed) {
     EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
     if (path == AttendPath::integer) ::testing::Test::RecordProperty("error", std::to_string(error));
   }
+}
+
+void expect_blocks(const Shape& shape, unsigned seed) {
+  SCOPED_TRACE(text_of(shape));
+  const Twins twins(shape, seed);
+  const Twins::Result cpu = twins.on_cpu();
+  const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
+  const bool turned = twins.pool.needs_rotation();
+  ASSERT_NE(plan.path(), AttendPath::reference);
+  ASSERT_TRUE(!turned || plan.path() == AttendPath::prefill);
+  EXPECT_NE(plan.describe().find("CPU blocks"), std::string::npos) << plan.describe();
+  const Twins::Result gpu = twins.on_gpu(plan);
+  const double error = relative_error(gpu.out, cpu.out);
+  // Dequantized keys and values are rounded to the type, turned keys once more.
+  const bool bfloat = shape.cache.dtype == DType::bf16;
+  EXPECT_LE(error, !bfloat ? 1e-3 : turned ? 6e-3 : 5e-3) << plan.describe();
+  EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
+  std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
+  const Twins::Result reference = twins.on_gpu(AttendPath::reference);
+  EXPECT_LE(relative_error(reference.out, cpu.out), bfloat ? 3e-3 : 4e-4) << "reference";
+  EXPECT_LE(relative_error(reference.lse, cpu.lse), 1e-3) << "reference, log-sum-exp";
 }
 
 void expect_same_blocks(const Sequence& sequence, const Cache& cache) {
@@ -137,7 +167,8 @@ void append_to_both(Batch& batch, std::span<Cache> caches, std::mt19937& random,
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // the rows on the device go with this call
 }
 
-void expect_same_seals(const char* recipe, const CacheShape& shape, float spread) {
+void expect_same_seals(const char* recipe, const CacheShape& shape, float spread,
+                       const std::optional<KeyRotation>& rotation) {
   SCOPED_TRACE(std::string(recipe) + " " + std::to_string(shape.key_dim));
   std::mt19937 random(11);
   const Recipe parsed = parse_recipe(recipe);
@@ -149,6 +180,7 @@ void expect_same_seals(const char* recipe, const CacheShape& shape, float spread
   std::vector<Sequence*> pointers = {&sequences[0], &sequences[1]};
   batch.bind(pointers, nullptr);
   std::vector<Cache> caches(2, Cache(parsed, shape));
+  turn_alike(pool, caches, rotation.value_or(usual_rotation(shape)));
   for (const int rows : {1, 60, 67, 1, 128, 200, 3, 256, 40}) {
     append_to_both(batch, caches, random, rows, spread);
     batch.seal_ready(nullptr);
@@ -163,6 +195,7 @@ void expect_same_seals(const char* recipe, const CacheShape& shape, float spread
 Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed) {
   std::mt19937 random(seed);
   Cache cache(parse_recipe(recipe), shape);
+  cache.set_key_rotation(usual_rotation(shape));
   const auto keys = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.key_dim, 0.3F);
   const auto values = random_rows(random, shape.dtype, tokens, shape.kv_heads, shape.value_dim, 0.0F);
   cache.append(dense_view(keys.data(), shape.dtype, tokens, shape.kv_heads, shape.key_dim),
@@ -195,7 +228,8 @@ void decode_beside_the_cpu(Twins& twins) {
     append_to_both(twins.batch, twins.caches, random, 1, 0.2F);
     twins.batch.seal_ready(nullptr);
     const Twins::Result cpu = twins.on_cpu();
-    EXPECT_LE(relative_error(twins.on_gpu(AttendPath::integer).out, cpu.out), 1e-3) << "step " << step;
+    const AttendPath path = twins.pool.needs_rotation() ? AttendPath::prefill : AttendPath::integer;
+    EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3) << "step " << step;
   }
   for (std::size_t b = 0; b < twins.caches.size(); ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
 }
@@ -209,6 +243,7 @@ Twins::Twins(const Shape& s, unsigned seed, PagePool own_pool)
   std::mt19937 random(seed);
   for (const std::int64_t length : s.lengths) {
     Cache cache(parse_recipe(s.recipe), s.cache);
+    turn_alike(pool, std::span(&cache, 1), s.rotation.value_or(usual_rotation(s.cache)));
     const auto keys = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.key_dim, s.spread);
     const auto values = random_rows(random, s.cache.dtype, length, s.cache.kv_heads, s.cache.value_dim, 0.0F);
     if (length > 0) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -56,9 +57,15 @@ struct Shape {
   int rows = 1;
   AttendOptions options;
   std::vector<std::int64_t> lengths{1000};
-  float spread = 0.2F;  // how far the ranges of the key channels are apart
+  std::optional<KeyRotation> rotation;  // of recipes with rope=before; none: usual_rotation
+  float spread = 0.2F;                  // how far the ranges of the key channels are apart
 };
 std::string text_of(const Shape& shape);
+
+// Every pair of halves, base 10000.
+KeyRotation usual_rotation(const CacheShape& shape);
+// Both have it from then on, where they need one.
+void turn_alike(PagePool& pool, std::span<Cache> caches, const KeyRotation& rotation);
 
 // Relative error that the integer path may have: 16-bit queries and weights, and the output rounded to its 16-bit type.
 double tolerance(DType type);
@@ -95,6 +102,8 @@ void decode_beside_the_cpu(Twins& twins);
 void expect_append_refused(const char* recipe, const CacheShape& shape, const char* word);
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
 void expect_agreement(const Shape& shape, unsigned seed = 1);
+// The kernel over block pages that the plan chooses and the reference kernel against the CPU.
+void expect_blocks(const Shape& shape, unsigned seed = 1);
 // A learned sink per query head (8 of them): the reference kernel and `path` against the CPU.
 void expect_learned_sinks(const Shape& shape, AttendPath path);
 // body throws Error(invalid_argument) with `word` in its message; `what` names the case.
@@ -102,7 +111,8 @@ void expect_refused(const std::function<void()>& body, const char* what, const c
 // Sequence b of the batch and caches[b] get the same random rows.
 void append_to_both(Batch& batch, std::span<Cache> caches, std::mt19937& random, int rows, float spread);
 // Rows that arrive in chunks on both sides; what is sealed on the device are the CPU's bytes.
-void expect_same_seals(const char* recipe, const CacheShape& shape, float spread = 0.3F);
+void expect_same_seals(const char* recipe, const CacheShape& shape, float spread = 0.3F,
+                       const std::optional<KeyRotation>& rotation = {});
 // Every sealed page of the sequence, downloaded, is the CPU's block.
 void expect_same_blocks(const Sequence& sequence, const Cache& cache);
 

@@ -91,6 +91,35 @@ def test_sealed_pages_on_a_stream_of_their_own(recipe, blind):
     assert pool.free_pages == 13
 
 
+def test_keys_before_rope():
+    pool = make_pool("kvquant:k=4,v=4,sink=0,rope=before")
+    assert pool.needs_rotation and not make_pool().needs_rotation
+    sequences = [kc.Sequence(pool)]
+    keys, values, q = rows(1, 600, HEADS, 1), rows(1, 600, HEADS, 2), rows(1, 3, HEADS * GROUP, 3)
+    calls = kc.Batch(pool, 1, 1024)
+    calls.bind(sequences)
+    with pytest.raises(kvant.Error, match="set_key_rotation"):
+        calls.append(keys, values)
+    frequencies = [10000 ** (-2 * i / DIM) for i in range(DIM // 2)]
+    with pytest.raises(ValueError, match="65 pairs"):
+        pool.set_key_rotation(frequencies + [1.0])
+    with pytest.raises(ValueError, match="pairs"):
+        pool.set_key_rotation(frequencies, pairs="quarters")
+    pool.set_key_rotation(frequencies)
+    calls.append(keys, values)
+    assert calls.seal_ready() == 3
+    with pytest.raises(ValueError, match="rotation"):
+        pool.set_key_rotation(frequencies, pairs="adjacent")
+    out = {path: torch.empty_like(q) for path in ("automatic", "reference")}
+    for path, target in out.items():
+        plan = kc.AttendPlan(calls, HEADS * GROUP, 3, path=path)
+        assert plan.path == ("prefill" if path == "automatic" else path)
+        plan.run(q, target)
+    torch.cuda.synchronize()
+    assert relative(out["automatic"], out["reference"].double()) < 1e-3
+    assert relative(out["automatic"], attend(q, keys, values)[0]) < 0.2
+
+
 def test_objects_keep_alive_what_they_need():
     pool = make_pool()
     sequences, calls, keys, values = filled(pool=pool)

@@ -5,12 +5,15 @@
 // The emulation first.
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <random>
 
 #include "base/half.hpp"
 #include "cuda/block_decode.cuh"
 #include "cuda/block_kernel.cuh"
+#include "cuda/block_turn.hpp"
 #include "kvant/cache.hpp"
+#include "support/rope.hpp"
 
 namespace kvant::cuda {
 
@@ -38,7 +41,8 @@ struct Problem {
   std::vector<std::uint8_t> pages;
   std::vector<std::int32_t> table;
   std::vector<std::uint16_t> queries, out;
-  std::int32_t length = 0, none = 0, count = 0;
+  std::int32_t length = 0, none = 0, first = 0, coded = 0;
+  TurnTables turns;
   DecodeArgs args;
 
   static Recipe sealing(const char* text) {
@@ -47,15 +51,29 @@ struct Problem {
     recipe.sink = 0;
     return recipe;
   }
-  Problem(const char* recipe, const CacheShape& shape, int page_count, int rows, int group)
-      : cache(sealing(recipe), shape), format(make_block_format(cache.recipe(), shape)), count(page_count) {
+  // rotation: of recipes with rope=before. first_page: the sequence begins there, as if a window hid what was before.
+  Problem(const char* recipe, const CacheShape& shape, int count, int rows, int group,
+          const KeyRotation* rotation = nullptr, int first_page = 0)
+      : cache(sealing(recipe), shape),
+        format(make_block_format(cache.recipe(), shape)),
+        first(first_page),
+        coded(first_page + count) {
     std::mt19937 random(3);
+    if (rotation != nullptr) {
+      cache.set_key_rotation(*rotation);
+      turns = make_turn_tables(*rotation, shape.key_dim);
+      format.turns = turns.at(turns.turns.data(), turns.offsets.data());
+    }
     length = count * kPage;
+    std::vector<std::int64_t> positions(static_cast<std::size_t>(length));
+    std::iota(positions.begin(), positions.end(), std::int64_t{first} * kPage);
     const auto keys = random_rows(random, shape.dtype, length, shape.kv_heads, shape.key_dim, 0.3F);
     const auto values = random_rows(random, shape.dtype, length, shape.kv_heads, shape.value_dim, 0);
     queries = random_rows(random, shape.dtype, rows, shape.kv_heads * group, shape.key_dim, 0);
     cache.append(dense_view(keys.data(), shape.dtype, length, shape.kv_heads, shape.key_dim),
-                 dense_view(values.data(), shape.dtype, length, shape.kv_heads, shape.value_dim));
+                 dense_view(values.data(), shape.dtype, length, shape.kv_heads, shape.value_dim), {}, positions);
+    length += first * kPage;
+    table.resize(static_cast<std::size_t>(first));
     for (int page = 0; page < count; ++page) {
       const auto block = cache.store().sealed_block(page);
       for (const std::byte byte : block) pages.push_back(std::to_integer<std::uint8_t>(byte));
@@ -81,10 +99,10 @@ struct Problem {
 
   template <class Kernel>
   void run(const Kernel& kernel, int threads, int vectors, int shared_bytes) {
-    ASSERT_EQ(pages.size(), static_cast<std::size_t>(count) * static_cast<std::size_t>(format.page_bytes));
+    ASSERT_EQ(pages.size(), static_cast<std::size_t>(coded - first) * static_cast<std::size_t>(format.page_bytes));
     ASSERT_LE(static_cast<std::size_t>(shared_bytes), kMostShared);
     std::memset(shared, kPoison, sizeof shared);
-    const ReferenceArgs layout{&none, &count, &none};
+    const ReferenceArgs layout{&first, &coded, &none};
     emulation::launch(threads, (args.rows * args.group + vectors - 1) / vectors, args.kv_heads,
                       [&] { kernel(args, layout, 1, format); });
     EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
@@ -153,6 +171,59 @@ TEST(BlockEmulation, ManyVectors) {
   expect_many<64, 128, false>();
   expect_many<96, 192, false>();
   expect_many<64, 256, true>();
+}
+
+// Keys before RoPE
+
+struct NamedRotation {
+  const char* name;
+  KeyRotation rotation;
+};
+
+// Both kinds, whole and partial, any number of pairs, magnitudes; a fast pair turns by radians.
+std::vector<NamedRotation> rotations(int key_dim) {
+  const auto make = [](RotaryPairs pairs, int rotated, double magnitude) {
+    KeyRotation rotation = make_rotation({pairs, rotated, 500000});
+    rotation.magnitude = magnitude;
+    return rotation;
+  };
+  return {{"halves", make(RotaryPairs::halves, key_dim, 1)},
+          {"adjacent", make(RotaryPairs::adjacent, key_dim, 1.3)},
+          {"40 of halves", make(RotaryPairs::halves, 40, 0.7)},
+          {"14 of halves", make(RotaryPairs::halves, 14, 1)},
+          {"10 of neighbours", make(RotaryPairs::adjacent, 10, 1)}};
+}
+
+constexpr const char* kBeforeRope[] = {"kvquant:k=3,v=3,rope=before", "kvquant:k=2,v=4,outliers=0.06,rope=before",
+                                       "k=kvquant:4,v=zipcache,outliers=0,rope=before"};
+
+template <int KeyDim, int ValueDim, bool Bfloat>
+void expect_turned(int first_page) {
+  using C = BlockConfig<ValueDim, Bfloat>;
+  int number = 0;
+  for (const char* recipe : kBeforeRope) {
+    for (const auto& [name, rotation] : rotations(KeyDim)) {
+      if (++number % 2 == 0) continue;  // five rotations: recipes take turns
+      SCOPED_TRACE(std::string(recipe) + ", " + name);
+      Problem problem(recipe, {1, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 2, 3, 2, &rotation, first_page);
+      problem.run(&block_kernel<C>, C::threads, C::vectors, BlockShared(problem.format, C::vectors).bytes);
+      EXPECT_LE(problem.error(), Bfloat ? 6e-3 : 1e-3);  // keys are rounded once more
+    }
+  }
+}
+
+TEST(BlockEmulation, KeysBeforeRope) {
+  expect_turned<192, 64, false>(0);
+  expect_turned<128, 96, true>(3);
+  expect_turned<64, 128, false>(1);
+  expect_turned<96, 192, false>(0);
+  expect_turned<256, 256, true>(2);
+}
+
+// Where binary32 has no fraction of an angle left: pages from 2^23 and 2^29 tokens on.
+TEST(BlockEmulation, KeysBeforeRopeFarOut) {
+  expect_turned<64, 64, false>(1 << 16);
+  expect_turned<64, 64, false>(1 << 22);
 }
 
 }  // namespace

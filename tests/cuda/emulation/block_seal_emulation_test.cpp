@@ -5,10 +5,12 @@
 // The emulation first.
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <random>
 
 #include "base/half.hpp"
 #include "cuda/block_seal.cuh"
+#include "cuda/block_turn.hpp"
 #include "kvant/cache.hpp"
 #include "support/calibration.hpp"
 
@@ -125,10 +127,15 @@ std::string where(const BlockFormat& format, std::size_t byte) {
          std::to_string(format.value.plane_offset) + ")";
 }
 
-void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, float spread = 0.3F) {
+// rotation: of recipes with rope=before, whose sequence begins at page `first`.
+void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, float spread = 0.3F,
+                      const KeyRotation* rotation = nullptr, int first = 0) {
   constexpr int pages = 2;
   std::mt19937 random(static_cast<unsigned>(rows) + 5U);
   Cache cache(recipe, shape);
+  if (rotation != nullptr) cache.set_key_rotation(*rotation);
+  std::vector<std::int64_t> positions(pages * kPage);
+  std::iota(positions.begin(), positions.end(), std::int64_t{first} * kPage);
   const PageLayout& layout = cache.store().layout();
   const float huge = base::largest_stored(shape.dtype);
   // Sums of rotated values must stay within binary32.
@@ -137,9 +144,14 @@ void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, 
   const auto values =
       make_rows(random, shape.dtype, rows, pages * kPage, shape.kv_heads, shape.value_dim, 0, huge_value);
   cache.append(dense_view(keys.data(), shape.dtype, pages * kPage, shape.kv_heads, shape.key_dim),
-               dense_view(values.data(), shape.dtype, pages * kPage, shape.kv_heads, shape.value_dim));
+               dense_view(values.data(), shape.dtype, pages * kPage, shape.kv_heads, shape.value_dim), {}, positions);
   const auto exact = exact_pages(shape, pages, keys, values);
-  const BlockFormat format = make_block_format(recipe, shape);
+  BlockFormat format = make_block_format(recipe, shape);
+  TurnTables turns;
+  if (rotation != nullptr) {
+    turns = make_turn_tables(*rotation, shape.key_dim);
+    format.turns = turns.at(turns.turns.data(), turns.offsets.data());
+  }
   const auto page_bytes = static_cast<std::size_t>(format.page_bytes);
   std::vector<std::uint8_t> sealed(pages * page_bytes, kPoison);
   const std::vector<std::uint16_t> ranges = calibrated_ranges(layout, shape.kv_heads, shape.dtype);
@@ -153,7 +165,7 @@ void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, 
   batch.args.key_ranges = ranges.empty() ? nullptr : ranges.data();
   std::vector<std::uint32_t> counts(block_list_counts(batch.args), 12345);
   batch.args.list_counts = counts.empty() ? nullptr : counts.data();
-  for (int i = 0; i < pages; ++i) batch.jobs[i] = {i, i, i == 0 ? recipe.sink : 0};
+  for (int i = 0; i < pages; ++i) batch.jobs[i] = {i, i, i == 0 ? recipe.sink : 0, (first + i) * kPage};
   if (shape.dtype == DType::bf16) {
     run_kernels<true>(batch, pages);
   } else {
@@ -236,6 +248,43 @@ TEST(BlockSealEmulation, CalibratedRangesAndLevels) {
         }
       }
     }
+  }
+}
+
+// Keys before RoPE: the CPU's bits of every angle, and so its bytes. Sinks are rows of small positions only.
+TEST(BlockSealEmulation, KeysBeforeRope) {
+  const auto make = [](RotaryPairs pairs, int rotated, double magnitude) {
+    KeyRotation rotation = make_rotation({pairs, rotated, 500000});
+    rotation.magnitude = magnitude;
+    return rotation;
+  };
+  const std::pair<KeyRotation, int> cases[] = {{make(RotaryPairs::halves, 64, 1), 0},
+                                               {make(RotaryPairs::adjacent, 64, 1.3), 7},
+                                               {make(RotaryPairs::halves, 14, 0.7), 1 << 14},
+                                               {make(RotaryPairs::adjacent, 10, 1), 1 << 22}};
+  int number = 0;
+  for (const char* recipe : {"kvquant:k=3,v=3,rope=before", "kvquant:k=2,v=2,outliers=0.06,rope=before",
+                             "k=kvquant:4,v=zipcache,outliers=0,rope=before"}) {
+    for (const auto& [rotation, first] : cases) {
+      for (const Rows rows : kAllRows) {
+        const DType type = ++number % 2 == 0 ? DType::bf16 : DType::f16;  // seven kinds of rows: types take turns
+        SCOPED_TRACE(std::string(recipe) + ", page " + std::to_string(first) + ", rows " +
+                     std::to_string(static_cast<int>(rows)));
+        expect_cpu_bytes(sealing(recipe, first == 0 ? 5 : 0), {2, 64, 64, type}, rows, 0.3F, &rotation, first);
+      }
+    }
+  }
+}
+
+TEST(BlockSealEmulation, CalibratedKeysBeforeRope) {
+  const KeyRotation rotation = make_rotation({RotaryPairs::halves, 64});
+  for (const DType type : {DType::f16, DType::bf16}) {
+    const CacheShape shape{2, 64, 64, type};
+    Calibration calibration = testing::make_calibration(shape, 0.02);
+    calibration.before_rope = true;
+    const testing::CalibrationFile file(calibration, "before");
+    const std::string text = "kvquant:k=3,v=3,outliers=0.02,voutliers=0.02,qnorm=1,rope=before" + file.options(2);
+    for (const Rows rows : kAllRows) expect_cpu_bytes(sealing(text.c_str(), 1), shape, rows, 0.3F, &rotation);
   }
 }
 
