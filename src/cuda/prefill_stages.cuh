@@ -11,10 +11,12 @@ constexpr int kStageTokens = 64;  // half a page
 constexpr int kStageTiles = kStageTokens / kTile;
 
 // 64 tokens, or what is there of them.
-struct Stage {
+struct StageRange {
   int position = 0;   // of the first token
   int first = 0;      // positions before it are not of this stage: sinks of a coded page
   int end = INT_MAX;  // nor are those at and after it: a page of sinks that goes on after them
+};
+struct Stage : StageRange {
   bool coded = false;
   const std::uint8_t* data = nullptr;  // the head's page, or the first of four exact tiles
 };
@@ -100,24 +102,27 @@ class StageList {
 
   __device__ int count() const { return count_; }
   __device__ int coded() const { return coded_; }
-  __device__ Stage get(int i) const {
-    Stage stage;
+  __device__ StageRange range(int i) const {
+    StageRange range;
     if (i < coded_) {
-      stage.position = (coded0_ + i) * kStageTokens;
-      stage.first = sinks_;
+      range.position = (coded0_ + i) * kStageTokens;
+      range.first = sinks_;
+    } else if (i < coded_ + sink_) {
+      range.position = (i - coded_) * kStageTokens;
+      range.end = sinks_;
+    } else {
+      range.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
+    }
+    return range;
+  }
+  __device__ Stage get(int i) const {
+    Stage stage{range(i)};
+    if (i < coded_) {
       stage.coded = true;
       stage.data = args_.pages + table_[stage.position / kPage] * args_.page_stride + page_offset_;
       return stage;
     }
-    const bool sink = i < coded_ + sink_;
-    int slot = 0;
-    if (sink) {
-      stage.position = (i - coded_) * kStageTokens;
-      stage.end = sinks_;
-    } else {
-      stage.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
-      slot = 1 + (stage.position - tail_begin_) / kPage;
-    }
+    const int slot = i < coded_ + sink_ ? 0 : 1 + (stage.position - tail_begin_) / kPage;
     stage.data = args_.exact + exact_table_[slot] * args_.exact_stride + exact_offset_ +
                  stage.position % kPage / kTile * tile_bytes_;
     return stage;
