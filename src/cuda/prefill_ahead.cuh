@@ -72,47 +72,44 @@ class TileRing {
 template <class C>
 __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const StageList& stages, const Share& share,
                                               std::uint8_t* shared) {
-  using Pages = PageTiles<C, WgmmaEngine<C>>;
+  using Tiles = PageTiles<C, WgmmaEngine<C>>;
   constexpr int kBarrier = 1;
   std::uint8_t* ranks = shared + C::rank_offset + C::unpack_thread() / 32 * C::key.dim;
-  // A half page's slot turns with the stages, that of a page's sorted keys with the pages.
-  const auto raw = [&](int i) { return shared + C::raw_offset + (C::two_raw ? i % 2 : 0) * C::raw_bytes; };
-  const auto sorted = [&](const Stage& stage) {
-    return shared + C::shared_bytes + (C::two_raw ? stage.position / kPage % 2 : 0) * args.key_bytes;
-  };
-  const auto fetch = [&](const Stage& stage, int i) {
-    const int half = stage.position / kStageTokens % 2;
-    if (stage.coded) Pages::fetch(args, raw(i), sorted(stage), stage.data, half, i == share.begin || half == 0);
-    ptx::async_commit();
-  };
-
   TileRing<C> ring(shared);
-  Stage next;
-  if (share.begin < share.end) {
-    next = stages.get(share.begin);
-    fetch(next, share.begin);
-  }
+  const int coded_end = min(share.end, stages.coded());
+  const CodedPages pages = stages.pages();
+  // A half page's slot turns with the stages, that of a page's sorted keys with the pages.
+  const auto raw = [&](int i) { return shared + C::raw_offset + (C::two_raw ? pages.half(i) : 0) * C::raw_bytes; };
+  const auto sorted = [&](int i) {
+    return shared + C::shared_bytes + (C::two_raw ? pages.number(i) % 2 : 0) * args.key_bytes;
+  };
+  int i = share.begin;
+  std::int32_t entry = i < coded_end ? pages.entry(i) : 0;
+  const auto fetch = [&](int at) {
+    Tiles::fetch(args, raw(at), sorted(at), pages.data(args, entry), pages.half(at),
+                 at == share.begin || pages.half(at) == 0);
+    ptx::async_commit();
+    entry = pages.entry(min(at + 1, coded_end - 1));  // long before it is needed
+  };
+  if (i < coded_end) fetch(i);
 #pragma unroll 1
-  for (int i = share.begin; i < share.end; ++i, ring.advance()) {
-    const Stage stage = next;
+  for (; i < coded_end; ++i, ring.advance()) {
     ptx::async_wait<0>();
     ptx::meet<kBarrier, C::unpack_threads>();  // the half page is here, and nobody reads the one before any more
-    if (C::two_raw && i + 1 < share.end) {
-      next = stages.get(i + 1);
-      fetch(next, i + 1);
-    }
+    if (C::two_raw && i + 1 < coded_end) fetch(i + 1);
     ring.wait_empty();
-    if (stage.coded) {
-      Pages::unpack(args, raw(i), sorted(stage), stage.position / kStageTokens % 2, ring.keys(), ring.values(), ranks);
-    } else {
-      Pages::copy_exact(stage.data, ring.keys(), ring.values());
-    }
+    Tiles::unpack(args, raw(i), sorted(i), pages.half(i), ring.keys(), ring.values(), ranks);
     ring.give_full();
-    if (!C::two_raw && i + 1 < share.end) {
+    if (!C::two_raw && i + 1 < coded_end) {
       ptx::meet<kBarrier, C::unpack_threads>();
-      next = stages.get(i + 1);
-      fetch(next, i + 1);
+      fetch(i + 1);
     }
+  }
+#pragma unroll 1
+  for (; i < share.end; ++i, ring.advance()) {
+    ring.wait_empty();
+    Tiles::copy_exact(stages.get(i).data, ring.keys(), ring.values());
+    ring.give_full();
   }
 }
 
@@ -125,6 +122,7 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
   // Weights need a positive factor, which the maximum passes through.
   const float scale = args.scale * kLog2e;
   const bool rescale = args.softcap > 0 || !(scale > 0);
+  const auto* ends = reinterpret_cast<const int*>(shared + C::row_ends_offset);
   const typename Engine::Queries queries = Engine::describe_queries(shared, group);
   TileRing<C> ring(shared);
   // Coded stages, then exact ones: two turns of one loop, for in a branch inside of it the transform costs registers
@@ -141,9 +139,9 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
       ring.wait_full();
       const typename Engine::Keys keys(ptx::shared_address(ring.keys()));
       const typename Engine::Values values(ptx::shared_address(ring.values()));
-      Scores<C> s;
+      float s[kStageTiles * 2][4];  // of one row tile after the other, in the same registers
       uint4 p[C::m_tiles][kStageTiles];
-      Engine::start_scores(queries, keys, 0, s[0]);
+      Engine::start_scores(queries, keys, 0, s);
 #pragma unroll
       for (int m = 0; m < C::m_tiles; ++m) {
         if (m == 0) {
@@ -151,13 +149,16 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
         } else {
           wgmma::wait<1>();  // the outputs of the tile before are still under way
         }
-        wgmma::settle(s[m]);
-        if (rescale) scale_tile<C>(args, scale, s[m]);
-        if (!whole) hide_in_tile<C>(args, stage, state, m, s[m]);
-        soften_tile<C>(state, m, s[m], rescale ? 1.0F : scale);
+        wgmma::settle(s);
+        if (rescale) scale_tile<C>(args, scale, s);
+        if (!whole) {
+          const int row_ends[2] = {ends[vector_of<C>(m, 0)], ends[vector_of<C>(m, 1)]};
+          hide_in_tile<C>(args, stage, row_ends, s);
+        }
+        soften_tile<C>(state, m, s, rescale ? 1.0F : scale);
 #pragma unroll
-        for (int j = 0; j < kStageTiles; ++j) p[m][j] = weight_fragment<C>(s[m], j);
-        if (m + 1 < C::m_tiles) Engine::start_scores(queries, keys, m + 1, s[m + 1]);
+        for (int j = 0; j < kStageTiles; ++j) p[m][j] = weight_fragment<C>(s, j);
+        if (m + 1 < C::m_tiles) Engine::start_scores(queries, keys, m + 1, s);
         Engine::start_outputs(p[m], values, state.o[m]);
       }
       wgmma::wait<0>();
@@ -187,6 +188,9 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
   const int groups = (vectors + group_vectors - 1) / group_vectors;
   WgmmaEngine<C>::load_queries(args, block.segment, shared);
+  // Few stages need to know where rows end: registers are dearer.
+  auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
+  if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
   ptx::proxy_fence();
   __syncthreads();
@@ -201,11 +205,6 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   if (group >= groups) return;
   PrefillState<C> state;
   state.reset();
-#pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) state.last[m][e] = block.row_end(args, vector_of<C>(m, e));
-  }
   multiply_stages<C>(args, block, stages, share, group, shared, state);
   float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   store_vectors<C>(args, block.segment, state, partial);

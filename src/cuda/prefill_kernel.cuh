@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                          stage.position >= stage.first &&
                          (args.window == 0 || stage.position >= block.most - args.window);
 #pragma unroll
-      for (int m = 0; m < C::m_tiles && !whole; ++m) hide_in_tile<C>(args, stage, state, m, s[m]);
+      for (int m = 0; m < C::m_tiles && !whole; ++m) hide_in_tile<C>(args, stage, state.last[m], s[m]);
       soften<C>(state, s, rescale ? 1.0F : scale);
       Engine::multiply_values(shared, s, state);
     }

@@ -69,6 +69,35 @@ struct VectorBlock {
   static __device__ int block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 };
 
+// The coded pages of a block's head by stage. Everything a loop over them needs is in registers: the compiler would
+// work it out from the arguments each time.
+class CodedPages {
+ public:
+  __device__ CodedPages(const std::int32_t* table, const std::uint8_t* pages, int first)
+      : table_(table), pages_(pages), first_(first) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+l"(table_), "+l"(pages_), "+r"(first_));
+#endif
+  }
+  __device__ int half(int i) const {
+    return (first_ + i) & 1;
+  }
+  __device__ int number(int i) const {
+    return (first_ + i) >> 1;
+  }
+  __device__ std::int32_t entry(int i) const {
+    return table_[number(i)];
+  }
+  __device__ const std::uint8_t* data(const DecodeArgs& args, std::int32_t entry) const {
+    return pages_ + entry * args.page_stride;
+  }
+
+ private:
+  const std::int32_t* table_;
+  const std::uint8_t* pages_;
+  int first_;  // half page
+};
+
 // Coded half pages, then sinks, then the open tail.
 class StageList {
  public:
@@ -102,6 +131,7 @@ class StageList {
 
   __device__ int count() const { return count_; }
   __device__ int coded() const { return coded_; }
+  __device__ CodedPages pages() const { return {table_, args_.pages + page_offset_, coded0_}; }
   __device__ StageRange range(int i) const {
     StageRange range;
     if (i < coded_) {

@@ -53,10 +53,13 @@ __device__ __forceinline__ void scale_tile(const DecodeArgs& args, float scale, 
 #pragma unroll
   for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      s[n][k] *= scale;
-      if (args.softcap > 0) s[n][k] = cap_score(s[n][k], args);
-    }
+    for (int k = 0; k < 4; ++k) s[n][k] *= scale;
+  }
+  if (!(args.softcap > 0)) return;
+#pragma unroll
+  for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) s[n][k] = cap_score(s[n][k], args);
   }
 }
 template <class C>
@@ -71,15 +74,15 @@ __device__ __forceinline__ int token_in(int n, int i) {
   return C::cells ? n + 8 * i : 8 * n + i;
 }
 
-// Hides tokens from rows of tile m that must not see them.
+// Hides tokens from rows that must not see them. row_ends: of the two rows, VectorBlock::row_end.
 template <class C>
-__device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const StageRange& stage,
-                                             const PrefillState<C>& state, int m, float (&s)[kStageTiles * 2][4]) {
+__device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const StageRange& stage, const int (&row_ends)[2],
+                                             float (&s)[kStageTiles * 2][4]) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const int last = min(state.last[m][e], stage.end);
-    const int first = max(stage.first, args.window > 0 ? state.last[m][e] - args.window : 0);
+    const int last = min(row_ends[e], stage.end);
+    const int first = max(stage.first, args.window > 0 ? row_ends[e] - args.window : 0);
 #pragma unroll
     for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll

@@ -40,8 +40,8 @@ struct PrefillConfig {
   static constexpr int vectors = warps * m_tiles * 16;
   static constexpr int blocks = Wgmma ? 1 : 2;  // of a multiprocessor
   // Of a thread, which the warpgroups take from each other: together what the launch gives them (65536 / threads each).
-  static constexpr int unpack_registers = 72;
-  static constexpr int multiply_registers = 216;
+  static constexpr int unpack_registers = 88;
+  static constexpr int multiply_registers = 208;
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 
@@ -62,14 +62,17 @@ struct PrefillConfig {
   static constexpr int raw_offset = keys_offset + buffers * tile_bytes;
   static constexpr int rank_bytes = key.high_steps > 0 ? unpack_warps* key.dim : 0;
   static constexpr int barrier_bytes = Wgmma ? buffers * 16 : 0;
+  static constexpr int row_ends_bytes = Wgmma ? vectors * 4 : 0;
   // Half pages ahead of the one that is unpacked, where there is room. Sorted keys: a page of them.
   static constexpr bool two_raw =
       Wgmma &&
-      (key.sorted() ? key.dim <= 128 : raw_offset + 2 * raw_bytes + rank_bytes + barrier_bytes <= kMostSharedBytes);
+      (key.sorted() ? key.dim <= 128
+                    : raw_offset + 2 * raw_bytes + rank_bytes + barrier_bytes + row_ends_bytes <= kMostSharedBytes);
   static constexpr int raw_slots = two_raw ? 2 : 1;
   static constexpr int rank_offset = raw_offset + raw_slots * raw_bytes;
   static constexpr int barrier_offset = rank_offset + rank_bytes;
-  static constexpr int shared_bytes = barrier_offset + barrier_bytes;
+  static constexpr int row_ends_offset = barrier_offset + barrier_bytes;
+  static constexpr int shared_bytes = row_ends_offset + row_ends_bytes;
   static constexpr int sorted_slots = key.sorted() ? raw_slots : 0;  // pages of keys behind all that
   static_assert(barrier_offset % 16 == 0);
 
