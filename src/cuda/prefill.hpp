@@ -21,13 +21,13 @@ struct PrefillKernel {
   int vectors = 0;  // query vectors of a thread block; vector v is row v / group, head v % group
   int threads = 0;
   int shared_bytes = 0;
-  bool block = false;        // over block pages (block.hpp); of the formats above only dimensions count then
-  bool few = false;          // for few vectors
-  int rotation = 1;          // of the values (DeviceFormat)
-  bool keys_on_top = false;  // a page's keys have a size of their own, which comes on top of shared_bytes
+  bool block = false;   // over block pages (block.hpp); of the formats above only dimensions count then
+  bool few = false;     // for few vectors
+  int rotation = 1;     // of the values (DeviceFormat)
+  int keys_on_top = 0;  // pages whose keys come on top of shared_bytes: they have a size of their own
 
   std::size_t shared(int key_bytes) const {
-    const int bytes = shared_bytes + (keys_on_top ? key_bytes : 0);
+    const int bytes = shared_bytes + keys_on_top * key_bytes;
     return static_cast<std::size_t>(bytes);
   }
 };

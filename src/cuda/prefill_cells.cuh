@@ -48,7 +48,7 @@ __device__ void copy_exact_cells(const std::uint8_t* tiles, std::uint8_t* keys, 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  for (int unit = static_cast<int>(threadIdx.x) / 32; unit < C::key_tiles + C::value_tiles; unit += C::warps) {
+  for (int unit = C::unpack_thread() / 32; unit < C::key_tiles + C::value_tiles; unit += C::unpack_warps) {
     const bool is_key = unit < C::key_tiles;
     const int tile = is_key ? unit : unit - C::key_tiles;
     const std::uint8_t* from = tiles + (is_key ? 0 : C::exact.key_bytes()) + tile * kQuadBytes + lane * 16;
@@ -72,8 +72,6 @@ __device__ void copy_exact_cells(const std::uint8_t* tiles, std::uint8_t* keys, 
 // Warp-level matrix instructions (sm_80 and later) over cells; those of warpgroups are in prefill_wgmma.cuh.
 template <class C>
 struct MmaCellEngine {
-  static __device__ __forceinline__ void publish_tiles() {}
-
   // This warp's queries as A fragments, channels in order; vectors that are not there become zeros.
   static __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

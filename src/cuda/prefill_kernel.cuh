@@ -1,5 +1,5 @@
-// Prefill attention: flash attention on half-precision tensor cores over tiles that the block dequantizes for all of
-// its query vectors. README.md has the reasons.
+// Prefill attention with mma.sync: flash attention on half-precision tensor cores over tiles that the block dequantizes
+// for all of its query vectors. README.md has the reasons; prefill_ahead.cuh is the kernel of sm_90a.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,6 @@
 #include "cuda/prefill_sorted.cuh"
 #include "cuda/prefill_stages.cuh"
 #include "cuda/prefill_tiles.cuh"
-#include "cuda/prefill_wgmma.cuh"
 
 namespace kvant::cuda {
 
@@ -17,14 +16,14 @@ namespace kvant::cuda {
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
     prefill_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts) {
-  using WarpEngine = std::conditional_t<C::cells, MmaCellEngine<C>, MmaEngine<C>>;
-  using Engine = std::conditional_t<C::wgmma, WgmmaEngine<C>, WarpEngine>;
+  using Engine = std::conditional_t<C::cells, MmaCellEngine<C>, MmaEngine<C>>;
   using Pages = PageTiles<C, Engine>;
   extern __shared__ __align__(128) std::uint8_t shared[];
   const int warp = static_cast<int>(threadIdx.x) / 32;
   std::uint8_t* keys = shared + C::keys_offset;
   std::uint8_t* values = shared + C::values_offset;
   std::uint8_t* raw = shared + C::raw_offset;
+  std::uint8_t* sorted = shared + C::shared_bytes;
 
   const VectorBlock block(args, C::vectors, parts);
   const Segment& segment = block.segment;
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   if (share.begin < share.end) next = stages.get(share.begin);
   const auto fetch = [&](bool first) {
     const int half = next.position / kStageTokens % 2;
-    if (next.coded) Pages::fetch(args, raw, next.data, half, first || half == 0);
+    if (next.coded) Pages::fetch(args, raw, sorted, next.data, half, first || half == 0);
     ptx::async_commit();
   };
   fetch(true);
@@ -62,12 +61,11 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       ptx::async_wait<0>();
       __syncthreads();  // the page is here, and nobody reads the tiles any more
       if (stage.coded) {
-        Pages::unpack(args, raw, stage.position / kStageTokens % 2, keys, values,
+        Pages::unpack(args, raw, sorted, stage.position / kStageTokens % 2, keys, values,
                       shared + C::rank_offset + warp * C::key.dim);
       } else {
         Pages::copy_exact(stage.data, keys, values);
       }
-      Engine::publish_tiles();
       __syncthreads();
       if (i + 1 < share.end) {
         next = stages.get(i + 1);
@@ -80,7 +78,8 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
                          stage.position >= stage.first &&
                          (args.window == 0 || stage.position >= block.most - args.window);
-      if (!whole) hide_tokens<C>(args, stage, state, s);
+#pragma unroll
+      for (int m = 0; m < C::m_tiles && !whole; ++m) hide_in_tile<C>(args, stage, state.last[m], s[m]);
       soften<C>(state, s, rescale ? 1.0F : scale);
       Engine::multiply_values(shared, s, state);
     }

@@ -29,8 +29,6 @@ struct MmaEngine {
     const uint2 b = *reinterpret_cast<const uint2*>(first + 16);
     store_keys(keys, token_tile, channel_tile, {a.x, b.x}, {a.y, b.y});
   }
-  static __device__ __forceinline__ void publish_tiles() {}
-
   // This warp's queries as A fragments; vectors that are not there become zeros.
   static __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -8,29 +8,29 @@
 
 namespace kvant::cuda {
 
-// Raw: half a page of values, then the key tile, whole because its planes cover all tokens.
+// `raw` is half a page of values; the key tile is whole because its planes cover all tokens.
 template <class C, class Engine>
 requires(C::cells) struct PageTiles<C, Engine> {
   // fresh: the page's keys are not in `raw` yet.
-  static __device__ __forceinline__ void fetch(const DecodeArgs& args, std::uint8_t* raw, const std::uint8_t* page,
-                                               int half, bool fresh) {
+  static __device__ __forceinline__ void fetch(const DecodeArgs& args, std::uint8_t* raw, std::uint8_t* sorted,
+                                               const std::uint8_t* page, int half, bool fresh) {
     copy_async<C, C::value.half_bytes()>(raw, page + args.key_bytes + half * C::value.half_bytes());
     if (!fresh) return;
-    const std::uint32_t to = ptx::shared_address(raw + C::raw_bytes);
+    const std::uint32_t to = ptx::shared_address(sorted);
 #pragma unroll 1  // two or three rounds
-    for (int i = static_cast<int>(threadIdx.x) * 16; i < args.key_bytes; i += C::threads * 16) {
+    for (int i = C::unpack_thread() * 16; i < args.key_bytes; i += C::unpack_threads * 16) {
       ptx::async_copy16(to + static_cast<std::uint32_t>(i), page + i);
     }
   }
 
-  static __device__ __forceinline__ void unpack(const DecodeArgs& /*args*/, const std::uint8_t* raw, int half,
-                                                std::uint8_t* keys, std::uint8_t* values, std::uint8_t* /*ranks*/) {
+  static __device__ __forceinline__ void unpack(const DecodeArgs& /*args*/, const std::uint8_t* raw,
+                                                const std::uint8_t* sorted, int half, std::uint8_t* keys,
+                                                std::uint8_t* values, std::uint8_t* /*ranks*/) {
     constexpr int key_jobs = C::key.dim / kFour / kFoursAtOnce;
     constexpr int jobs = key_jobs + C::value_tiles;  // a pair of row tiles and one of the two steps each
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    for (int job = warp; job < jobs; job += C::warps) {
+    for (int job = C::unpack_thread() / 32; job < jobs; job += C::unpack_warps) {
       if (job < key_jobs) {
-        unpack_keys(raw + C::raw_bytes, half, job * kFoursAtOnce, keys);
+        unpack_keys(sorted, half, job * kFoursAtOnce, keys);
       } else {
         unpack_values(raw, (job - key_jobs) / 2, (job - key_jobs) % 2, values);
       }

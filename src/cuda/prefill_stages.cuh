@@ -11,10 +11,12 @@ constexpr int kStageTokens = 64;  // half a page
 constexpr int kStageTiles = kStageTokens / kTile;
 
 // 64 tokens, or what is there of them.
-struct Stage {
+struct StageRange {
   int position = 0;   // of the first token
   int first = 0;      // positions before it are not of this stage: sinks of a coded page
   int end = INT_MAX;  // nor are those at and after it: a page of sinks that goes on after them
+};
+struct Stage : StageRange {
   bool coded = false;
   const std::uint8_t* data = nullptr;  // the head's page, or the first of four exact tiles
 };
@@ -67,6 +69,35 @@ struct VectorBlock {
   static __device__ int block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 };
 
+// The coded pages of a block's head by stage. Everything a loop over them needs is in registers: the compiler would
+// work it out from the arguments each time.
+class CodedPages {
+ public:
+  __device__ CodedPages(const std::int32_t* table, const std::uint8_t* pages, int first)
+      : table_(table), pages_(pages), first_(first) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+l"(table_), "+l"(pages_), "+r"(first_));
+#endif
+  }
+  __device__ int half(int i) const {
+    return (first_ + i) & 1;
+  }
+  __device__ int number(int i) const {
+    return (first_ + i) >> 1;
+  }
+  __device__ std::int32_t entry(int i) const {
+    return table_[number(i)];
+  }
+  __device__ const std::uint8_t* data(const DecodeArgs& args, std::int32_t entry) const {
+    return pages_ + entry * args.page_stride;
+  }
+
+ private:
+  const std::int32_t* table_;
+  const std::uint8_t* pages_;
+  int first_;  // half page
+};
+
 // Coded half pages, then sinks, then the open tail.
 class StageList {
  public:
@@ -100,24 +131,28 @@ class StageList {
 
   __device__ int count() const { return count_; }
   __device__ int coded() const { return coded_; }
-  __device__ Stage get(int i) const {
-    Stage stage;
+  __device__ CodedPages pages() const { return {table_, args_.pages + page_offset_, coded0_}; }
+  __device__ StageRange range(int i) const {
+    StageRange range;
     if (i < coded_) {
-      stage.position = (coded0_ + i) * kStageTokens;
-      stage.first = sinks_;
+      range.position = (coded0_ + i) * kStageTokens;
+      range.first = sinks_;
+    } else if (i < coded_ + sink_) {
+      range.position = (i - coded_) * kStageTokens;
+      range.end = sinks_;
+    } else {
+      range.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
+    }
+    return range;
+  }
+  __device__ Stage get(int i) const {
+    Stage stage{range(i)};
+    if (i < coded_) {
       stage.coded = true;
       stage.data = args_.pages + table_[stage.position / kPage] * args_.page_stride + page_offset_;
       return stage;
     }
-    const bool sink = i < coded_ + sink_;
-    int slot = 0;
-    if (sink) {
-      stage.position = (i - coded_) * kStageTokens;
-      stage.end = sinks_;
-    } else {
-      stage.position = tail0_ + (i - coded_ - sink_) * kStageTokens;
-      slot = 1 + (stage.position - tail_begin_) / kPage;
-    }
+    const int slot = i < coded_ + sink_ ? 0 : 1 + (stage.position - tail_begin_) / kPage;
     stage.data = args_.exact + exact_table_[slot] * args_.exact_stride + exact_offset_ +
                  stage.position % kPage / kTile * tile_bytes_;
     return stage;

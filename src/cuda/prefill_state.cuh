@@ -47,20 +47,25 @@ __device__ __forceinline__ uint4 weight_fragment(const float (&s)[kStageTiles * 
           ptx::narrow2<C::bfloat>(b[2], b[3])};
 }
 
-// Scores into units of log2, capped where the call asks for it.
+// Scores of a row tile into units of log2, capped where the call asks for it.
+template <class C>
+__device__ __forceinline__ void scale_tile(const DecodeArgs& args, float scale, float (&s)[kStageTiles * 2][4]) {
+#pragma unroll
+  for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) s[n][k] *= scale;
+  }
+  if (!(args.softcap > 0)) return;
+#pragma unroll
+  for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) s[n][k] = cap_score(s[n][k], args);
+  }
+}
 template <class C>
 __device__ __forceinline__ void scale_scores(const DecodeArgs& args, float scale, Scores<C>& s) {
 #pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kStageTiles * 2; ++n) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        s[m][n][k] *= scale;
-        if (args.softcap > 0) s[m][n][k] = cap_score(s[m][n][k], args);
-      }
-    }
-  }
+  for (int m = 0; m < C::m_tiles; ++m) scale_tile<C>(args, scale, s[m]);
 }
 
 // Which token of a stage the keys and values in slot 8n + i of its tiles are (prefill_cells.cuh).
@@ -69,67 +74,67 @@ __device__ __forceinline__ int token_in(int n, int i) {
   return C::cells ? n + 8 * i : 8 * n + i;
 }
 
-// Hides tokens from rows that must not see them.
+// Hides tokens from rows that must not see them. row_ends: of the two rows, VectorBlock::row_end.
 template <class C>
-__device__ __forceinline__ void hide_tokens(const DecodeArgs& args, const Stage& stage, const PrefillState<C>& state,
-                                            Scores<C>& s) {
+__device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const StageRange& stage, const int (&row_ends)[2],
+                                             float (&s)[kStageTiles * 2][4]) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
+  for (int e = 0; e < 2; ++e) {
+    const int last = min(row_ends[e], stage.end);
+    const int first = max(stage.first, args.window > 0 ? row_ends[e] - args.window : 0);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int last = min(state.last[m][e], stage.end);
-      const int first = max(stage.first, args.window > 0 ? state.last[m][e] - args.window : 0);
+    for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < kStageTiles * 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int at = stage.position + token_in<C>(n, 2 * t + i);
-          if (at < first || at >= last) s[m][n][2 * e + i] = kMinusInfinity;
-        }
+      for (int i = 0; i < 2; ++i) {
+        const int at = stage.position + token_in<C>(n, 2 * t + i);
+        if (at < first || at >= last) s[n][2 * e + i] = kMinusInfinity;
       }
     }
   }
 }
 
-// Scores become weights, relative to the running maximum; what was summed before is scaled to it. factor > 0: of the
-// scores, into units of log2.
+// Scores of row tile m become weights, relative to the running maximum; what was summed before is scaled to it. factor
+// > 0: of the scores, into units of log2.
+template <class C>
+__device__ __forceinline__ void soften_tile(PrefillState<C>& state, int m, float (&s)[kStageTiles * 2][4],
+                                            float factor) {
+  float finite[2], alpha[2];
+  bool raised = false;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float peak = s[0][2 * e];
+#pragma unroll
+    for (int n = 0; n < kStageTiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[n][2 * e], s[n][2 * e + 1]));
+    peak = ptx::xor_max<2>(ptx::xor_max<1>(peak)) * factor;
+    const float next = fmaxf(state.maximum[m][e], peak);
+    finite[e] = next == kMinusInfinity ? 0.0F : next;
+    alpha[e] = ptx::exp2_fast(state.maximum[m][e] - finite[e]);
+    raised = raised || next > state.maximum[m][e];
+    state.maximum[m][e] = next;
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kStageTiles * 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& x = s[n][2 * e + i];
+        x = ptx::exp2_fast(fmaf(x, factor, -finite[e]));
+        sum += x;
+      }
+    }
+    state.sum[m][e] = fmaf(state.sum[m][e], alpha[e], sum);
+  }
+  if (!__any_sync(0xFFFFFFFFU, raised)) return;
+#pragma unroll
+  for (int n = 0; n < C::value_tiles * 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
+  }
+}
 template <class C>
 __device__ __forceinline__ void soften(PrefillState<C>& state, Scores<C>& s, float factor) {
 #pragma unroll
-  for (int m = 0; m < C::m_tiles; ++m) {
-    float finite[2], alpha[2];
-    bool raised = false;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float peak = s[m][0][2 * e];
-#pragma unroll
-      for (int n = 0; n < kStageTiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[m][n][2 * e], s[m][n][2 * e + 1]));
-      peak = ptx::xor_max<2>(ptx::xor_max<1>(peak)) * factor;
-      const float next = fmaxf(state.maximum[m][e], peak);
-      finite[e] = next == kMinusInfinity ? 0.0F : next;
-      alpha[e] = ptx::exp2_fast(state.maximum[m][e] - finite[e]);
-      raised = raised || next > state.maximum[m][e];
-      state.maximum[m][e] = next;
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kStageTiles * 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s[m][n][2 * e + i];
-          x = ptx::exp2_fast(fmaf(x, factor, -finite[e]));
-          sum += x;
-        }
-      }
-      state.sum[m][e] = fmaf(state.sum[m][e], alpha[e], sum);
-    }
-    if (!__any_sync(0xFFFFFFFFU, raised)) continue;
-#pragma unroll
-    for (int n = 0; n < C::value_tiles * 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
-    }
-  }
+  for (int m = 0; m < C::m_tiles; ++m) soften_tile<C>(state, m, s[m], factor);
 }
 
 // Outputs of rotated values to those of plain ones: the Hadamard transform of each block of `rotation` channels. Pages

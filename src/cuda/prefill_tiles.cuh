@@ -12,9 +12,10 @@
 
 namespace kvant::cuda {
 
-constexpr int tile_bytes(bool cells, int dim) {
-  return cells ? cell_tile_bytes(dim) : kStageTokens * dim * 2;
-}
+constexpr int kMostSharedBytes = 227 * 1024;  // of a block, where there are warpgroup instructions
+constexpr int kCoreBytes = 128;               // of a core matrix, 8 rows by 16 bytes of depth (prefill_wgmma.cuh)
+// From the keys of 8 channels of a stage to those of the next 8: what a lane stores for both meets other banks.
+constexpr int kKeyCoreStride = kStageTokens / 8 * kCoreBytes + kCoreBytes / 2;
 
 // F: key, value, rotated, bfloat. Wgmma: for the warpgroup instructions of sm_90a, else those of sm_80.
 template <class F, bool Wgmma>
@@ -26,13 +27,21 @@ struct PrefillConfig {
   static constexpr bool wgmma = Wgmma;
   static constexpr int rotation = F::rotated ? value.dim & -value.dim : 1;  // channels of a block of the transform
   static constexpr bool cells = key.sorted();  // how tiles lie in shared memory: prefill_cells.cuh
+  // Warps that multiply, and those that unpack: the same ones, or a warpgroup of its own (prefill_ahead.cuh).
   static constexpr int warps = Wgmma ? 8 : 4;
-  static constexpr int threads = warps * 32;
-  // Row tiles of 16 vectors per warp. Without warpgroups two halve what it costs to read the tiles; the outputs of
-  // longer heads leave registers for one only.
-  static constexpr int m_tiles = !Wgmma && value.dim <= 128 ? 2 : 1;
+  static constexpr int unpack_warps = 4;
+  static constexpr int unpack_threads = unpack_warps * 32;
+  static constexpr int first_unpack_thread = Wgmma ? warps * 32 : 0;
+  static constexpr int threads = first_unpack_thread + unpack_threads;
+  static_assert(Wgmma || warps == unpack_warps);
+  // Row tiles of 16 vectors per warp: one's softmax has the other's products beside it, or they share what they read.
+  // The outputs of longer heads leave registers for one only.
+  static constexpr int m_tiles = value.dim <= 128 ? 2 : 1;
   static constexpr int vectors = warps * m_tiles * 16;
-  static constexpr int blocks = !Wgmma || value.dim <= 128 ? 2 : 1;  // of a multiprocessor: one computes, one unpacks
+  static constexpr int blocks = Wgmma ? 1 : 2;  // of a multiprocessor
+  // Of a thread, which the warpgroups take from each other: together what the launch gives them (65536 / threads each).
+  static constexpr int unpack_registers = 88;
+  static constexpr int multiply_registers = 208;
   static constexpr int key_tiles = key.dim / 16;
   static constexpr int value_tiles = value.dim / 16;
 
@@ -43,10 +52,32 @@ struct PrefillConfig {
 
   // Shared memory.
   static constexpr int keys_offset = vectors * key.dim * 2;  // queries come first
-  static constexpr int values_offset = keys_offset + tile_bytes(cells, key.dim);
-  static constexpr int raw_offset = values_offset + tile_bytes(cells, value.dim);
-  static constexpr int rank_offset = raw_offset + raw_bytes;
-  static constexpr int shared_bytes = rank_offset + (key.high_steps > 0 ? warps * key.dim : 0);
+  static constexpr int key_tile_bytes = cells   ? cell_tile_bytes(key.dim)
+                                        : Wgmma ? key.dim / 8 * kKeyCoreStride
+                                                : kStageTokens * key.dim * 2;
+  static constexpr int values_offset = keys_offset + key_tile_bytes;
+  static constexpr int tile_bytes =
+      key_tile_bytes + (cells ? cell_tile_bytes(value.dim) : kStageTokens * value.dim * 2);
+  static constexpr int buffers = Wgmma ? 2 : 1;  // of tiles
+  static constexpr int raw_offset = keys_offset + buffers * tile_bytes;
+  static constexpr int rank_bytes = key.high_steps > 0 ? unpack_warps* key.dim : 0;
+  static constexpr int barrier_bytes = Wgmma ? buffers * 16 : 0;
+  static constexpr int row_ends_bytes = Wgmma ? vectors * 4 : 0;
+  // Half pages ahead of the one that is unpacked, where there is room. Sorted keys: a page of them.
+  static constexpr bool two_raw =
+      Wgmma &&
+      (key.sorted() ? key.dim <= 128
+                    : raw_offset + 2 * raw_bytes + rank_bytes + barrier_bytes + row_ends_bytes <= kMostSharedBytes);
+  static constexpr int raw_slots = two_raw ? 2 : 1;
+  static constexpr int rank_offset = raw_offset + raw_slots * raw_bytes;
+  static constexpr int barrier_offset = rank_offset + rank_bytes;
+  static constexpr int row_ends_offset = barrier_offset + barrier_bytes;
+  static constexpr int shared_bytes = row_ends_offset + row_ends_bytes;
+  static constexpr int sorted_slots = key.sorted() ? raw_slots : 0;  // pages of keys behind all that
+  static_assert(barrier_offset % 16 == 0);
+
+  // This thread's number among those that unpack.
+  static __device__ __forceinline__ int unpack_thread() { return static_cast<int>(threadIdx.x) - first_unpack_thread; }
 };
 
 // Bytes below 128 as floats: 128 + code, the byte as the highest bits of the mantissa of 128.
@@ -166,8 +197,8 @@ struct ValueGrid {
 // A multiple of 16 bytes.
 template <class C, int Bytes>
 __device__ __forceinline__ void copy_async(std::uint8_t* to, const std::uint8_t* from) {
-  constexpr int all = C::threads * 16;
-  const int mine = static_cast<int>(threadIdx.x) * 16;
+  constexpr int all = C::unpack_threads * 16;
+  const int mine = C::unpack_thread() * 16;
   const std::uint32_t address = ptx::shared_address(to + mine);
 #pragma unroll
   for (int i = 0; i < Bytes; i += all) {
@@ -177,13 +208,13 @@ __device__ __forceinline__ void copy_async(std::uint8_t* to, const std::uint8_t*
 }
 
 // Sealed pages of one format. fetch() starts to copy half a page into `raw`; unpack() makes tiles of it, copy_exact()
-// of four unquantized 16-token tiles. Every thread of the block calls them; between fetch() and unpack() the copies
-// must have arrived and the block must have met.
+// of four unquantized 16-token tiles. Every thread that unpacks calls them; between fetch() and unpack() the copies
+// must have arrived and these threads must have met. `sorted`: where sorted keys go.
 template <class C, class Engine>
 struct PageTiles {
   // fresh: nothing of the page is in `raw` yet.
-  static __device__ __forceinline__ void fetch(const DecodeArgs& /*args*/, std::uint8_t* raw, const std::uint8_t* page,
-                                               int half, bool /*fresh*/) {
+  static __device__ __forceinline__ void fetch(const DecodeArgs& /*args*/, std::uint8_t* raw, std::uint8_t* /*sorted*/,
+                                               const std::uint8_t* page, int half, bool /*fresh*/) {
     constexpr int head = C::key.codes_offset();
     constexpr int codes = C::key.half_codes_bytes();
     copy_async<C, head>(raw, page);
@@ -192,13 +223,13 @@ struct PageTiles {
   }
 
   // ranks: room for key.dim bytes of this warp, where channels have a second plane.
-  static __device__ __forceinline__ void unpack(const DecodeArgs& args, const std::uint8_t* raw, int half,
-                                                std::uint8_t* keys, std::uint8_t* values, std::uint8_t* ranks) {
+  static __device__ __forceinline__ void unpack(const DecodeArgs& args, const std::uint8_t* raw,
+                                                const std::uint8_t* /*sorted*/, int half, std::uint8_t* keys,
+                                                std::uint8_t* values, std::uint8_t* ranks) {
     constexpr int key_jobs = C::key.groups() / 2 * C::key.steps();
     constexpr int jobs = key_jobs + C::value.groups() * 2;
     if constexpr (C::key.high_steps > 0) rank_channels(raw, args.boosted, ranks);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    for (int job = warp; job < jobs; job += C::warps) {
+    for (int job = C::unpack_thread() / 32; job < jobs; job += C::unpack_warps) {
       if (job < key_jobs) {
         unpack_keys(raw, half, job / C::key.steps(), job % C::key.steps(), ranks, keys);
       } else {
@@ -209,13 +240,13 @@ struct PageTiles {
 
   // Straight from global memory.
   static __device__ void copy_exact(const std::uint8_t* tiles, std::uint8_t* keys, std::uint8_t* values) {
-    const int thread = static_cast<int>(threadIdx.x);
-    for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::warps) {
+    const int thread = C::unpack_thread();
+    for (int unit = thread / 32; unit < kStageTiles * C::key_tiles; unit += C::unpack_warps) {
       const int tile = unit / C::key_tiles;
       Engine::copy_keys(tiles + tile * C::exact.tile_bytes() + unit % C::key_tiles * kQuadBytes, keys, tile,
                         unit % C::key_tiles);
     }
-    for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::warps) {
+    for (int unit = thread / 32; unit < kStageTiles * C::value_tiles; unit += C::unpack_warps) {
       const int tile = unit / C::value_tiles;
       const std::uint8_t* from = tiles + tile * C::exact.tile_bytes() + C::exact.key_bytes() +
                                  unit % C::value_tiles * kQuadBytes + thread % 32 * 16;

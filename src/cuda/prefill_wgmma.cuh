@@ -13,18 +13,34 @@ namespace kvant::cuda {
 namespace wgmma {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Bytes from a core matrix to the next in depth, and in rows.
-__device__ __forceinline__ std::uint64_t describe(std::uint32_t address, int depth_stride, int row_stride) {
-  return (address & 0x3FFFFU) >> 4 | static_cast<std::uint64_t>(depth_stride >> 4) << 16 |
-         static_cast<std::uint64_t>(row_stride >> 4) << 32;
-}
+// Where a matrix lies. The strides are bytes from a core matrix to the next in depth, and in rows. Steps only move the
+// address, whose word is all of a description that needs registers.
+template <int DepthStride, int RowStride>
+class Description {
+ public:
+  __device__ __forceinline__ explicit Description(std::uint32_t address)
+      : low_((address & 0x3FFFFU) >> 4 | static_cast<std::uint32_t>(DepthStride >> 4) << 16) {}
+  __device__ __forceinline__ std::uint64_t at(int bytes) const {
+    std::uint64_t all;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(all) : "r"(low_ + static_cast<std::uint32_t>(bytes / 16)), "n"(RowStride >> 4));
+    return all;
+  }
+
+ private:
+  std::uint32_t low_;
+};
 __device__ __forceinline__ void begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void finish() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+__device__ __forceinline__ void commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Keeps uses of x behind finish(): to the compiler an instruction's result is there once it is issued.
+// Until no more than the last `Pending` committed groups are under way.
+template <int Pending>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+// Keeps uses of x behind wait(): to the compiler an instruction's result is there once it is issued.
 template <int Count>
 __device__ __forceinline__ void settle(float (&x)[Count][4]) {
 #pragma unroll
@@ -109,23 +125,28 @@ __device__ __forceinline__ void multiply_outputs(float (&d)[16][4], const uint4&
 }  // namespace wgmma
 
 template <class C>
-struct WgmmaEngine {
+class WgmmaEngine {
+  static constexpr int kQueryBytes = 64 * C::key.dim * 2;
+  static constexpr int kKeyDepthStride = C::cells ? kCoreBytes : kKeyCoreStride;
+  static constexpr int kValueDepthStride = C::cells ? cell_stride(C::value.dim) : kCoreBytes * C::value.dim / 8;
+
+ public:
   static __device__ __forceinline__ void store_keys(std::uint8_t* keys, int token_tile, int channel_tile,
                                                     const uint2& a, const uint2& b) {
     const Lane lane;
-    std::uint8_t* to =
-        core(keys, kStageTokens, 2 * channel_tile + lane.t / 2, 2 * token_tile) + lane.g * 16 + lane.t % 2 * 8;
+    std::uint8_t* to = keys + (2 * channel_tile + lane.t / 2) * kKeyCoreStride + 2 * token_tile * kCoreBytes +
+                       lane.g * 16 + lane.t % 2 * 8;
     *reinterpret_cast<uint2*>(to) = a;
-    *reinterpret_cast<uint2*>(to + kCore) = b;
+    *reinterpret_cast<uint2*>(to + kCoreBytes) = b;
   }
   static __device__ __forceinline__ void store_values(std::uint8_t* values, int token_tile, int channel_tile,
                                                       const uint2& a, const uint2& b) {
-    store_quarters(values, C::value.dim, 2 * token_tile, 2 * channel_tile, {a.x, b.x, a.y, b.y});
+    store_quarters(values, kValueDepthStride, 2 * token_tile, 2 * channel_tile, {a.x, b.x, a.y, b.y});
   }
   static __device__ __forceinline__ void copy_keys(const std::uint8_t* from, std::uint8_t* keys, int token_tile,
                                                    int channel_tile) {
     const uint4 x = *reinterpret_cast<const uint4*>(from + threadIdx.x % 32 * 16);
-    store_quarters(keys, kStageTokens, 2 * channel_tile, 2 * token_tile, x);
+    store_quarters(keys, kKeyCoreStride, 2 * channel_tile, 2 * token_tile, x);
   }
   // The tensor cores read shared memory past the order of ordinary stores.
   static __device__ __forceinline__ void publish_tiles() {
@@ -134,7 +155,7 @@ struct WgmmaEngine {
 #endif
   }
 
-  // Vectors that are not there become zeros.
+  // Vectors that are not there become zeros. Every thread of the block calls it.
   static __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
     constexpr int cores = C::key.dim / 8;
     for (int i = static_cast<int>(threadIdx.x); i < C::vectors * cores; i += C::threads) {
@@ -145,77 +166,61 @@ struct WgmmaEngine {
         const auto* from = reinterpret_cast<const uint2*>(row + i % cores * 8);
         x = {from[0].x, from[0].y, from[1].x, from[1].y};
       }
-      std::uint8_t* queries = shared + vector / 64 * kQueryBytes;
-      *reinterpret_cast<uint4*>(core(queries, 64, i % cores, vector % 64 / 8) + vector % 8 * 16) = x;
+      // A warp has m_tiles row tiles, a warpgroup a tile of 64 of each (vector_of).
+      const int warp = vector / 16 / C::m_tiles;
+      const int tile = warp / 4 * C::m_tiles + vector / 16 % C::m_tiles;
+      std::uint8_t* to = shared + tile * kQueryBytes + (i % cores * 8 + warp % 4 * 2) * kCoreBytes;
+      *reinterpret_cast<uint4*>(to + vector % 16 * 16) = x;
     }
   }
 
-  static __device__ __forceinline__ void multiply_keys([[maybe_unused]] std::uint8_t* shared,
-                                                       [[maybe_unused]] Scores<C>& s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int depth_stride = C::cells ? kCore : kCore * kStageTokens / 8;
-    const std::uint64_t q =
-        wgmma::describe(ptx::shared_address(shared) + threadIdx.x / 128 * kQueryBytes, kCore * 8, kCore);
-    const std::uint64_t keys = wgmma::describe(ptx::shared_address(shared + C::keys_offset), depth_stride,
-                                               C::cells ? cell_stride(C::key.dim) : kCore);
+  // What the matrix instructions of a warpgroup are told of its queries and of the tiles in a buffer.
+  using Queries = wgmma::Description<kCoreBytes * 8, kCoreBytes>;
+  using Keys = wgmma::Description<kKeyDepthStride, C::cells ? cell_stride(C::key.dim) : kCoreBytes>;
+  using Values = wgmma::Description<kValueDepthStride, kCoreBytes>;
+  static __device__ __forceinline__ Queries describe_queries(const std::uint8_t* shared, int group) {
+    return Queries(ptx::shared_address(shared) + static_cast<std::uint32_t>(group * C::m_tiles * kQueryBytes));
+  }
+
+  // Starts the products of row tile m.
+  static __device__ __forceinline__ void start_scores(const Queries& queries, const Keys& keys, int m,
+                                                      float (&s)[kStageTiles * 2][4]) {
     wgmma::begin();
 #pragma unroll
     for (int k = 0; k < C::key_tiles; ++k) {
-      // Addresses count in 16 bytes.
-      wgmma::multiply_scores<C::bfloat, C::cells>(s[0], q + k * (kCore * 8 * 2 / 16),
-                                                  keys + k * (depth_stride * 2 / 16), k > 0);
+      wgmma::multiply_scores<C::bfloat, C::cells>(s, queries.at(m * kQueryBytes + k * (kCoreBytes * 8 * 2)),
+                                                  keys.at(k * kKeyDepthStride * 2), k > 0);
     }
-    wgmma::finish();
-    wgmma::settle(s[0]);
-#else
-    __trap();
-#endif
+    wgmma::commit();
   }
-
-  static __device__ __forceinline__ void multiply_values([[maybe_unused]] std::uint8_t* shared,
-                                                         [[maybe_unused]] const Scores<C>& s,
-                                                         [[maybe_unused]] PrefillState<C>& state) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int depth_stride = C::cells ? cell_stride(C::value.dim) : kCore * C::value.dim / 8;
+  static __device__ __forceinline__ void start_outputs(const uint4 (&p)[kStageTiles], const Values& values,
+                                                       float (&o)[C::value_tiles * 2][4]) {
     constexpr int columns = C::value.dim % 128 == 0 ? 128 : C::value.dim % 64 == 0 ? 64 : 32;
-    const std::uint64_t values = wgmma::describe(ptx::shared_address(shared + C::values_offset), depth_stride, kCore);
-    uint4 p[kStageTiles];
-#pragma unroll
-    for (int j = 0; j < kStageTiles; ++j) p[j] = weight_fragment<C>(s[0], j);
     wgmma::begin();
 #pragma unroll
     for (int j = 0; j < kStageTiles; ++j) {
 #pragma unroll
       for (int n = 0; n < C::value.dim; n += columns) {
-        auto& part = reinterpret_cast<float(&)[columns / 8][4]>(state.o[0][n / 8]);
-        wgmma::multiply_outputs<C::bfloat>(part, p[j], values + j * (depth_stride * 2 / 16) + n / 8 * (kCore / 16));
+        auto& part = reinterpret_cast<float(&)[columns / 8][4]>(o[n / 8]);
+        wgmma::multiply_outputs<C::bfloat>(part, p[j], values.at(j * kValueDepthStride * 2 + n / 8 * kCoreBytes));
       }
     }
-    wgmma::finish();
-    wgmma::settle(state.o[0]);
-#else
-    __trap();
-#endif
+    wgmma::commit();
   }
+#endif
 
  private:
-  static constexpr int kCore = 128;  // bytes of a core matrix
-  static constexpr int kQueryBytes = 64 * C::key.dim * 2;
-
-  static __device__ __forceinline__ std::uint8_t* core(std::uint8_t* tile, int rows, int depth8, int row8) {
-    return tile + (depth8 * (rows / 8) + row8) * kCore;
-  }
   // Four core matrices from an A fragment of m16n8k16: {rows g, depth 2t; rows g + 8; rows g, depth 2t + 8; rows g +
   // 8}.
-  static __device__ __forceinline__ void store_quarters(std::uint8_t* tile, int rows, int depth8, int row8,
+  static __device__ __forceinline__ void store_quarters(std::uint8_t* tile, int depth_stride, int depth8, int row8,
                                                         const uint4& x) {
-    const std::uint32_t inside = threadIdx.x % 32 * 4;
-    std::uint8_t* first = core(tile, rows, depth8, row8) + inside;
-    std::uint8_t* second = core(tile, rows, depth8 + 1, row8) + inside;
+    std::uint8_t* first = tile + depth8 * depth_stride + row8 * kCoreBytes + threadIdx.x % 32 * 4;
+    std::uint8_t* second = first + depth_stride;
     *reinterpret_cast<std::uint32_t*>(first) = x.x;
-    *reinterpret_cast<std::uint32_t*>(first + kCore) = x.y;
+    *reinterpret_cast<std::uint32_t*>(first + kCoreBytes) = x.y;
     *reinterpret_cast<std::uint32_t*>(second) = x.z;
-    *reinterpret_cast<std::uint32_t*>(second + kCore) = x.w;
+    *reinterpret_cast<std::uint32_t*>(second + kCoreBytes) = x.w;
   }
 };
 

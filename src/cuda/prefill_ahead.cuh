@@ -1,0 +1,216 @@
+// Prefill attention on sm_90a: one warpgroup unpacks stages into tiles, ahead of the two that multiply them by the
+// block's queries. README.md has the reasons.
+#pragma once
+
+#include "cuda/prefill.hpp"
+#include "cuda/prefill_sorted.cuh"
+#include "cuda/prefill_stages.cuh"
+#include "cuda/prefill_tiles.cuh"
+#include "cuda/prefill_wgmma.cuh"
+
+namespace kvant::cuda {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Takes turns over the tile buffers: which of them is next, and by two barriers each whether it is full and empty.
+template <class C>
+class TileRing {
+ public:
+  __device__ explicit TileRing(std::uint8_t* shared)
+      : tiles_(shared + C::keys_offset), barriers_(ptx::shared_address(shared + C::barrier_offset)) {}
+
+  // One thread, before anyone uses a ring. readers: warps that will read every stage.
+  __device__ void init(int readers) const {
+#pragma unroll
+    for (int i = 0; i < C::buffers; ++i) {
+      ptx::barrier_init(barriers_ + 16 * i, C::unpack_warps);
+      ptx::barrier_init(barriers_ + 16 * i + 8, readers);
+    }
+    ptx::barrier_init_fence();
+  }
+
+  __device__ std::uint8_t* keys() const {
+    return tiles_ + at_ * C::tile_bytes;
+  }
+  __device__ std::uint8_t* values() const {
+    return keys() + C::key_tile_bytes;
+  }
+  __device__ __forceinline__ void wait_full() const {
+    ptx::barrier_wait(full(), phase_);
+  }
+  // The first round finds every buffer empty: a barrier says so of the phase before its first.
+  __device__ __forceinline__ void wait_empty() const {
+    ptx::barrier_wait(full() + 8, phase_ ^ 1U);
+  }
+  // This warp is done with its part of the buffer.
+  __device__ __forceinline__ void give_full() const {
+    ptx::proxy_fence();  // the tensor cores read shared memory past the order of ordinary stores
+    give(full());
+  }
+  __device__ __forceinline__ void give_empty() const {
+    give(full() + 8);
+  }
+  __device__ __forceinline__ void advance() {
+    at_ = at_ + 1 == C::buffers ? 0 : at_ + 1;
+    if (at_ == 0) phase_ ^= 1U;
+  }
+
+ private:
+  __device__ __forceinline__ std::uint32_t full() const {
+    return barriers_ + 16 * static_cast<std::uint32_t>(at_);
+  }
+  static __device__ __forceinline__ void give(std::uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+  }
+
+  std::uint8_t* tiles_;
+  std::uint32_t barriers_;
+  int at_ = 0;
+  std::uint32_t phase_ = 0;
+};
+
+template <class C>
+__device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const StageList& stages, const Share& share,
+                                              std::uint8_t* shared) {
+  using Tiles = PageTiles<C, WgmmaEngine<C>>;
+  constexpr int kBarrier = 1;
+  std::uint8_t* ranks = shared + C::rank_offset + C::unpack_thread() / 32 * C::key.dim;
+  TileRing<C> ring(shared);
+  const int coded_end = min(share.end, stages.coded());
+  const CodedPages pages = stages.pages();
+  // A half page's slot turns with the stages, that of a page's sorted keys with the pages.
+  const auto raw = [&](int i) { return shared + C::raw_offset + (C::two_raw ? pages.half(i) : 0) * C::raw_bytes; };
+  const auto sorted = [&](int i) {
+    return shared + C::shared_bytes + (C::two_raw ? pages.number(i) % 2 : 0) * args.key_bytes;
+  };
+  int i = share.begin;
+  std::int32_t entry = i < coded_end ? pages.entry(i) : 0;
+  const auto fetch = [&](int at) {
+    Tiles::fetch(args, raw(at), sorted(at), pages.data(args, entry), pages.half(at),
+                 at == share.begin || pages.half(at) == 0);
+    ptx::async_commit();
+    entry = pages.entry(min(at + 1, coded_end - 1));  // long before it is needed
+  };
+  if (i < coded_end) fetch(i);
+#pragma unroll 1
+  for (; i < coded_end; ++i, ring.advance()) {
+    ptx::async_wait<0>();
+    ptx::meet<kBarrier, C::unpack_threads>();  // the half page is here, and nobody reads the one before any more
+    if (C::two_raw && i + 1 < coded_end) fetch(i + 1);
+    ring.wait_empty();
+    Tiles::unpack(args, raw(i), sorted(i), pages.half(i), ring.keys(), ring.values(), ranks);
+    ring.give_full();
+    if (!C::two_raw && i + 1 < coded_end) {
+      ptx::meet<kBarrier, C::unpack_threads>();
+      fetch(i + 1);
+    }
+  }
+#pragma unroll 1
+  for (; i < share.end; ++i, ring.advance()) {
+    ring.wait_empty();
+    Tiles::copy_exact(stages.get(i).data, ring.keys(), ring.values());
+    ring.give_full();
+  }
+}
+
+// One warpgroup's row tiles over all stages. Of two row tiles one's softmax has the other's products beside it.
+template <class C>
+__device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const VectorBlock& block,
+                                                const StageList& stages, const Share& share, int group,
+                                                std::uint8_t* shared, PrefillState<C>& state) {
+  using Engine = WgmmaEngine<C>;
+  // Weights need a positive factor, which the maximum passes through.
+  const float scale = args.scale * kLog2e;
+  const bool rescale = args.softcap > 0 || !(scale > 0);
+  const auto* ends = reinterpret_cast<const int*>(shared + C::row_ends_offset);
+  const typename Engine::Queries queries = Engine::describe_queries(shared, group);
+  TileRing<C> ring(shared);
+  // Coded stages, then exact ones: two turns of one loop, for in a branch inside of it the transform costs registers
+  // that the matrix instructions need.
+  int i = share.begin;
+#pragma unroll 1
+  for (int end = C::rotation > 1 ? min(share.end, stages.coded()) : share.end;; end = share.end) {
+#pragma unroll 1
+    for (; i < end; ++i, ring.advance()) {
+      const StageRange stage = stages.range(i);
+      const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
+                         stage.position >= stage.first &&
+                         (args.window == 0 || stage.position >= block.most - args.window);
+      ring.wait_full();
+      const typename Engine::Keys keys(ptx::shared_address(ring.keys()));
+      const typename Engine::Values values(ptx::shared_address(ring.values()));
+      float s[kStageTiles * 2][4];  // of one row tile after the other, in the same registers
+      uint4 p[C::m_tiles][kStageTiles];
+      Engine::start_scores(queries, keys, 0, s);
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) {
+        if (m == 0) {
+          wgmma::wait<0>();
+        } else {
+          wgmma::wait<1>();  // the outputs of the tile before are still under way
+        }
+        wgmma::settle(s);
+        if (rescale) scale_tile<C>(args, scale, s);
+        if (!whole) {
+          const int row_ends[2] = {ends[vector_of<C>(m, 0)], ends[vector_of<C>(m, 1)]};
+          hide_in_tile<C>(args, stage, row_ends, s);
+        }
+        soften_tile<C>(state, m, s, rescale ? 1.0F : scale);
+#pragma unroll
+        for (int j = 0; j < kStageTiles; ++j) p[m][j] = weight_fragment<C>(s, j);
+        if (m + 1 < C::m_tiles) Engine::start_scores(queries, keys, m + 1, s);
+        Engine::start_outputs(p[m], values, state.o[m]);
+      }
+      wgmma::wait<0>();
+#pragma unroll
+      for (int m = 0; m < C::m_tiles; ++m) wgmma::settle(state.o[m]);
+      ring.give_empty();
+    }
+    if (C::rotation > 1 && share.begin < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
+    if (i >= share.end) break;
+  }
+}
+#endif
+
+// Grid: (blocks of vectors, KV heads, sequences * parts).
+template <class C>
+__global__ void __launch_bounds__(C::threads, C::blocks)
+    prefill_ahead_kernel([[maybe_unused]] const __grid_constant__ DecodeArgs args,
+                         [[maybe_unused]] const __grid_constant__ ReferenceArgs layout, [[maybe_unused]] int parts) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  const VectorBlock block(args, C::vectors, parts);
+  const StageList stages(args, layout,
+                         {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);
+  const Share share(stages.count(), block.part, parts);
+  // Warpgroups without a vector have nothing to do.
+  constexpr int group_vectors = C::m_tiles * 64;
+  const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
+  const int groups = (vectors + group_vectors - 1) / group_vectors;
+  WgmmaEngine<C>::load_queries(args, block.segment, shared);
+  // Few stages need to know where rows end: registers are dearer.
+  auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
+  if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
+  if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
+  ptx::proxy_fence();
+  __syncthreads();
+
+  const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
+  if (group == C::warps / 4) {
+    ptx::lower_registers<C::unpack_registers>();
+    unpack_stages<C>(args, stages, share, shared);
+    return;
+  }
+  ptx::raise_registers<C::multiply_registers>();
+  if (group >= groups) return;
+  PrefillState<C> state;
+  state.reset();
+  multiply_stages<C>(args, block, stages, share, group, shared, state);
+  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
+  store_vectors<C>(args, block.segment, state, partial);
+#else
+  __trap();
+#endif
+}
+
+}  // namespace kvant::cuda
