@@ -190,7 +190,6 @@ void AttendPlan::Impl::split_prefill() {
   const std::int64_t stage = prefill->few ? prefill->threads / 32 * kPage : 64;
   prefill_split.parts =
       std::min(choose_parts(items, (seen + stage - 1) / stage, slots), 65535 / std::max(1, sequences));
-  prefill_split.overlap = prefill_split.parts > 1 && merge_overlaps(prefill->bfloat);
   partials = DeviceBuffer<float>(prefill_workspace(*prefill, prefill_split, args.kv_heads, sequences));
   args.partials = partials.get();
 }

@@ -279,7 +279,6 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
     block_decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout,
                         int parts, const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  ptx::release_dependents();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const Lane lane;
   const VectorBlock block(args, C::vectors, parts);

@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     block_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts,
                  const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  ptx::release_dependents();
   const BlockShared at(format, C::vectors);
   const int key_tiles = format.key.depth / 16;
   const ExactFormat exact{format.key.depth, C::value.dim};

@@ -48,7 +48,6 @@ template <bool Bfloat>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_parts_kernel(const __grid_constant__ DecodeArgs args, int vectors_per_block, int blocks, int parts,
                        int value_dim) {
-  ptx::wait_for_predecessor();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int vector = static_cast<int>(blockIdx.x) * kMergeWarps + static_cast<int>(threadIdx.x) / 32;
   if (vector >= args.rows * args.group) return;
@@ -101,10 +100,6 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   }
 }
 
-auto merge_kernel(bool bfloat) {
-  return bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;
-}
-
 }  // namespace
 
 std::span<const PrefillKernel> prefill_kernels() {
@@ -155,10 +150,6 @@ int choose_parts(std::int64_t items, std::int64_t stages, int slots) {
   return best;
 }
 
-bool merge_overlaps(bool bfloat) {
-  return waits_for_predecessor(reinterpret_cast<const void*>(merge_kernel(bfloat)));
-}
-
 std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& split, int kv_heads, int sequences) {
   if (split.parts == 1) return 0;
   const std::size_t blocks = base::checked_multiply(
@@ -180,20 +171,13 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
             dim3(static_cast<unsigned>(kernel.threads)), parameters, kernel.shared(args.key_bytes), as_stream(stream)),
         "launch of the prefill kernel");
   if (parts == 1) return;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
+  const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;
   const int vectors = args.rows * args.group;
-  config.gridDim =
-      dim3(static_cast<unsigned>((vectors + kMergeWarps - 1) / kMergeWarps), heads, static_cast<unsigned>(sequences));
-  config.blockDim = dim3(kMergeWarps * 32);
-  config.stream = as_stream(stream);
-  config.attrs = &attribute;
-  config.numAttrs = split.overlap ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, merge_kernel(kernel.bfloat), args, kernel.vectors, split.vector_blocks, parts,
-                           kernel.value.dim),
-        "launch of the merge kernel");
+  const dim3 grid(static_cast<unsigned>((vectors + kMergeWarps - 1) / kMergeWarps), heads,
+                  static_cast<unsigned>(sequences));
+  merge<<<grid, kMergeWarps * 32, 0, as_stream(stream)>>>(args, kernel.vectors, split.vector_blocks, parts,
+                                                          kernel.value.dim);
+  check(cudaGetLastError(), "launch of the merge kernel");
 }
 
 }  // namespace kvant::cuda

@@ -36,7 +36,6 @@ struct PrefillKernel {
 struct PrefillSplit {
   int vector_blocks = 1;  // per KV head and sequence
   int parts = 1;          // more than one: partial results meet in a second kernel
-  bool overlap = false;   // which is launched while the first one ends
 };
 
 // The best for the current device; null where this build has no such kernel.
@@ -50,9 +49,6 @@ int prepare_prefill(const PrefillKernel& kernel, int key_bytes);
 // As many parts as shorten the call. items: blocks without parts; stages: tiles of 64 tokens of the longest sequence;
 // slots: blocks that the device runs at once.
 int choose_parts(std::int64_t items, std::int64_t stages, int slots);
-
-// Whether the kernel that merges parts can be launched early.
-bool merge_overlaps(bool bfloat);
 
 // Floats that the partial results of a call take; 0 with one part.
 std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& split, int kv_heads, int sequences);

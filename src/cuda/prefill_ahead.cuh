@@ -179,7 +179,6 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                          [[maybe_unused]] const __grid_constant__ ReferenceArgs layout, [[maybe_unused]] int parts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) std::uint8_t shared[];
-  ptx::release_dependents();
   const VectorBlock block(args, C::vectors, parts);
   const StageList stages(args, layout,
                          {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);

@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   using Engine = std::conditional_t<C::cells, MmaCellEngine<C>, MmaEngine<C>>;
   using Pages = PageTiles<C, Engine>;
   extern __shared__ __align__(128) std::uint8_t shared[];
-  ptx::release_dependents();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   std::uint8_t* keys = shared + C::keys_offset;
   std::uint8_t* values = shared + C::values_offset;
