@@ -52,9 +52,9 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
+    if (kernel.before_rope != (format.before_rope != 0)) continue;
     const bool few = kernel.key_dim != 0;
-    // A product of integers knows no angles.
-    if (few && (kernel.key_dim != device.key.dim || format.before_rope != 0)) continue;
+    if (few && kernel.key_dim != device.key.dim) continue;
     const int bytes = kernel.shared_bytes(format);
     if (bytes > most || ((best || strict) && few != want_few)) continue;
     best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,

@@ -18,6 +18,7 @@ struct BlockKernel {
   int vectors = 0;  // query vectors of a thread block
   int threads = 0;
   int (*shared_bytes)(const BlockFormat& format) = nullptr;
+  bool before_rope = false;  // pages whose keys are those before RoPE, and no others
 };
 
 std::span<const BlockKernel> block_kernels();

@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const float scale = args.scale * kLog2e;
   const bool rescale = args.softcap > 0 || !(scale > 0);
   BlockPage<C> page(format, at, shared, segment.kv_head);
-  auto* angles = reinterpret_cast<float2*>(shared + at.angles);
   const std::uint8_t* fetched = nullptr;
   bool rotated = false;  // outputs so far
   Stage next;
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       if (stage.data != fetched) {
         fetched = stage.data;
         page.prepare();
-        if (format.turns.pairs > 0) place_angles<C>(format.turns, stage.position & -kPage, angles);
+        if constexpr (C::turned) place_angles<C>(format.turns, stage.position & -kPage, at, shared);
         __syncthreads();
       }
       page.unpack(half);
@@ -127,10 +126,10 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
         __syncthreads();
         page.add_outliers(half);
       }
-      if (format.turns.pairs > 0) {
+      if constexpr (C::turned) {
         __syncthreads();
         const std::uint8_t* tokens = page.tokens() == nullptr ? nullptr : page.tokens() + half * kStageTokens;
-        KeyTurner<C>(format.turns, angles, tokens, half * kStageTokens, key_tiles, shared + at.keys).run();
+        KeyTurner<C>(format.turns, at, shared, tokens, half * kStageTokens, key_tiles).run();
       }
       rotated = format.value.rotation > 1;
     } else {

@@ -10,11 +10,13 @@
 
 namespace kvant::cuda {
 
-// ValueDim is compiled in because outputs live in registers; everything else about pages comes with the launch.
-template <int ValueDim, bool Bfloat>
+// ValueDim is compiled in because outputs live in registers, and whether keys are turned (block_turn.cuh) because that
+// branch, never taken, cost other recipes 2 %; everything else about pages comes with the launch.
+template <int ValueDim, bool Bfloat, bool Turned = false>
 struct BlockConfig {
   static constexpr ValueFormat value{2, ValueDim};  // for its dimension
   static constexpr bool bfloat = Bfloat;
+  static constexpr bool turned = Turned;
   static constexpr int warps = 4;
   static constexpr int threads = warps * 32;
   static constexpr int m_tiles = ValueDim <= 128 ? 2 : 1;

@@ -12,7 +12,8 @@ namespace kvant::cuda {
 
 // The angles of a page's runs of 16 tokens, [run][padded]. position: of the page's first token.
 template <class C>
-__device__ void place_angles(const BlockTurns& turns, int position, float2* angles) {
+__device__ void place_angles(const BlockTurns& turns, int position, const BlockShared& at, std::uint8_t* shared) {
+  auto* angles = reinterpret_cast<float2*>(shared + at.angles);
   for (int i = static_cast<int>(threadIdx.x); i < kPage / kTile * turns.padded; i += C::threads) {
     const int pair = i % turns.padded;
     float2 angle{1, 0};
@@ -29,15 +30,15 @@ __device__ void place_angles(const BlockTurns& turns, int position, float2* angl
 template <class C>
 class KeyTurner {
  public:
-  // angles: place_angles() of the stage's page. tokens: of the page in the stage's places; null: from first_token on.
-  __device__ KeyTurner(const BlockTurns& turns, const float2* angles, const std::uint8_t* tokens, int first_token,
-                       int key_tiles, std::uint8_t* keys)
+  // After place_angles() for the stage's page. tokens: of the page in the stage's places; null: from first_token on.
+  __device__ KeyTurner(const BlockTurns& turns, const BlockShared& at, std::uint8_t* shared, const std::uint8_t* tokens,
+                       int first_token, int key_tiles)
       : turns_(turns),
-        angles_(angles),
+        angles_(reinterpret_cast<const float2*>(shared + at.angles)),
         tokens_(tokens),
         first_token_(first_token),
         key_tiles_(key_tiles),
-        keys_(keys),
+        keys_(shared + at.keys),
         g_(static_cast<int>(threadIdx.x) % 32 / 4) {}
 
   __device__ void run() const {

@@ -30,7 +30,7 @@ std::vector<KeyRotation> rotations(int key_dim) {
 TEST(GpuBeforeRope, EveryKernelOfTheBuild) {
   KVANT_NEEDS_GPU();
   for (const BlockKernel& kernel : block_kernels()) {
-    if (kernel.key_dim != 0) continue;
+    if (!kernel.before_rope) continue;
     for (const int key_dim : {64, 96, 128, 192, 256}) {
       for (const KeyRotation& rotation : rotations(key_dim)) {
         Shape shape;

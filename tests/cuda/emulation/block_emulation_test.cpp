@@ -199,13 +199,13 @@ constexpr const char* kBeforeRope[] = {"kvquant:k=3,v=3,rope=before", "kvquant:k
 
 template <int KeyDim, int ValueDim, bool Bfloat>
 void expect_turned(int first_page) {
-  using C = BlockConfig<ValueDim, Bfloat>;
+  using C = BlockConfig<ValueDim, Bfloat, true>;
   int number = 0;
   for (const char* recipe : kBeforeRope) {
     for (const auto& [name, rotation] : rotations(KeyDim)) {
       if (++number % 2 == 0) continue;  // five rotations: recipes take turns
       SCOPED_TRACE(std::string(recipe) + ", " + name);
-      Problem problem(recipe, {1, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 2, 3, 2, &rotation, first_page);
+      Problem problem(recipe, {1, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 2, 8, 8, &rotation, first_page);
       problem.run(&block_kernel<C>, C::threads, C::vectors, BlockShared(problem.format, C::vectors).bytes);
       EXPECT_LE(problem.error(), Bfloat ? 6e-3 : 1e-3);  // keys are rounded once more
     }
