@@ -10,7 +10,7 @@
 
 namespace kvant::cuda {
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef KVANT_WGMMA
 // Takes turns over the tile buffers: which of them is next, and by two barriers each whether it is full and empty.
 template <class C>
 class TileRing {
@@ -177,7 +177,7 @@ template <class C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
     prefill_ahead_kernel([[maybe_unused]] const __grid_constant__ DecodeArgs args,
                          [[maybe_unused]] const __grid_constant__ ReferenceArgs layout, [[maybe_unused]] int parts) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef KVANT_WGMMA
   extern __shared__ __align__(128) std::uint8_t shared[];
   const VectorBlock block(args, C::vectors, parts);
   const StageList stages(args, layout,

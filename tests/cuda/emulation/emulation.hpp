@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -65,6 +66,12 @@ struct Barrier {
   int round = 0;
 
   void arrive_and_wait();
+  // As an mbarrier: those who arrive and those who wait are others. parity: of the round that must be over.
+  void arrive();
+  void wait(unsigned parity);
+
+ private:
+  void suspend();
 };
 
 struct Lane {
@@ -86,15 +93,23 @@ inline std::function<void()> body;
 inline Lane* current = nullptr;
 inline jmp_buf scheduler;
 
-[[gnu::noinline]] inline void Barrier::arrive_and_wait() {
-  if (++arrived == expected) {
-    arrived = 0;
-    ++round;
-    return;
-  }
+[[gnu::noinline]] inline void Barrier::suspend() {
   current->waits = this;
   current->round = round;
   if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
+}
+inline void Barrier::arrive() {
+  if (++arrived != expected) return;
+  arrived = 0;
+  ++round;
+}
+inline void Barrier::arrive_and_wait() {
+  const int before = round;
+  arrive();
+  if (round == before) suspend();
+}
+inline void Barrier::wait(unsigned parity) {
+  while ((static_cast<unsigned>(round) & 1U) == parity) suspend();
 }
 
 inline void enter() {
@@ -160,6 +175,7 @@ struct Warp {
 };
 inline std::vector<std::unique_ptr<Warp>> warps;
 inline Barrier block;
+inline std::map<std::uint32_t, Barrier> barriers;  // by their address in shared memory, or number
 
 inline int lane() {
   return static_cast<int>(threadIdx.x % kLanes);
@@ -189,6 +205,7 @@ void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel, int b
     for (unsigned y = 0; y < gridDim.y; ++y) {
       for (unsigned x = 0; x < gridDim.x; ++x) {
         warps.clear();
+        barriers.clear();
         for (int i = 0; i < threads / kLanes; ++i) warps.push_back(std::make_unique<Warp>());
         block = {threads};
         blockIdx = {x, y, z};

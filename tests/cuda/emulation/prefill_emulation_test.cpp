@@ -1,5 +1,6 @@
-// The prefill kernels of waterfill (mma.sync) on the CPU (emulation.hpp) against the CPU library on the same pages:
-// sinks, sealed pages and an open tail, cut into parts or not; no byte behind their shared memory is touched.
+// The prefill kernels (of sm_90a; of waterfill those of mma.sync too) on the CPU (emulation.hpp) against the CPU
+// library on the same pages: sinks, sealed pages and an open tail, cut into parts or not; no byte behind their shared
+// memory is touched.
 #include "emulation.hpp"
 
 // The emulation first.
@@ -9,6 +10,7 @@
 
 #include "base/half.hpp"
 #include "cuda/device_format.hpp"
+#include "cuda/prefill_ahead.cuh"
 #include "cuda/prefill_kernel.cuh"
 #include "kvant/cache.hpp"
 
@@ -21,11 +23,12 @@ namespace {
 
 constexpr std::uint8_t kPoison = 0xA5;
 
-template <int ValueBits, int KeyDim, int ValueDim, bool Bfloat>
+// KeyBits 0: waterfill.
+template <int KeyBits, int ValueBits, int KeyDim, int ValueDim, bool Bfloat, int HighSteps = 0>
 struct Format {
-  static constexpr KeyFormat key{0, KeyDim, 0};
+  static constexpr KeyFormat key{KeyBits, KeyDim, HighSteps};
   static constexpr ValueFormat value{ValueBits, ValueDim};
-  static constexpr bool rotated = true;
+  static constexpr bool rotated = KeyBits == 0;
   static constexpr bool bfloat = Bfloat;
 };
 
@@ -44,13 +47,14 @@ std::vector<std::uint16_t> random_rows(std::mt19937& random, DType type, int cou
 template <class C>
 class Problem {
  public:
-  Problem(const char* recipe, int length, int rows, int group, int window)
+  Problem(const char* recipe, int length, int rows, int group, int window, float softcap)
       : shape_{1, C::key.dim, C::value.dim, C::bfloat ? DType::bf16 : DType::f16},
         cache_(parse_recipe(recipe), shape_),
         length_(length),
         rows_(rows),
         group_(group),
-        window_(window) {
+        window_(window),
+        softcap_(softcap) {
     std::mt19937 random(3);
     keys_ = random_rows(random, shape_.dtype, length, C::key.dim, 0.3F);
     values_ = random_rows(random, shape_.dtype, length, C::value.dim, 0);
@@ -86,6 +90,9 @@ class Problem {
     args.group = group_;
     args.kv_heads = 1;
     args.key_bytes = format_.key.bytes();
+    args.boosted = format_.boosted;
+    args.softcap = softcap_;
+    args.softcap_rate = softcap_ > 0 ? 2 / softcap_ : 0;
     const std::int32_t none = 0;
     const ReferenceArgs layout{&none, &coded_, &sinks_};
     const int blocks = (rows_ * group_ + C::vectors - 1) / C::vectors;
@@ -96,10 +103,14 @@ class Problem {
     for (int part = 0; part < parts; ++part) {
       emulation::launch(C::threads, blocks, 1, [&] {
         blockIdx.z = static_cast<unsigned>(part);
-        prefill_kernel<C>(args, layout, parts);
+        if constexpr (C::wgmma) {
+          prefill_ahead_kernel<C>(args, layout, parts);
+        } else {
+          prefill_kernel<C>(args, layout, parts);
+        }
       });
     }
-    const std::size_t used = C::shared_bytes + static_cast<std::size_t>(args.key_bytes);
+    const std::size_t used = C::shared_bytes + static_cast<std::size_t>(C::sorted_slots * args.key_bytes);
     ASSERT_LE(used, kMostShared);
     EXPECT_TRUE(std::all_of(shared + used, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
   }
@@ -109,6 +120,7 @@ class Problem {
     AttentionOptions options;
     options.threads = 1;
     options.sliding_window = window_;
+    options.softcap = softcap_;
     cache_.attend(dense_view(queries_.data(), shape_.dtype, rows_, group_, C::key.dim),
                   dense_view(want.data(), DType::f32, rows_, group_, C::value.dim), options, nullptr);
     double difference = 0;
@@ -178,34 +190,61 @@ class Problem {
   DeviceFormat format_;
   std::int32_t length_, coded_ = 0, sinks_ = 0;
   int rows_, group_, window_;
+  float softcap_;
   std::vector<std::uint16_t> keys_, values_, queries_, out_;
   std::vector<std::byte> pages_;
   std::vector<std::uint8_t> exact_;
   std::vector<float> partials_;
 };
 
-template <int ValueBits, int KeyDim, int ValueDim, bool Bfloat>
-void expect_same(const char* recipe, int length, int rows, int group, int window, int parts) {
-  SCOPED_TRACE(recipe);
-  using C = PrefillConfig<Format<ValueBits, KeyDim, ValueDim, Bfloat>, false>;
-  Problem<C> problem(recipe, length, rows, group, window);
+struct Call {
+  const char* recipe;
+  int length, rows, group;
+  int window = 0;
+  int parts = 1;
+  float softcap = 0;
+};
+
+template <class F, bool Wgmma>
+void expect_same(const Call& call) {
+  SCOPED_TRACE(std::string(call.recipe) + (Wgmma ? " wgmma" : ""));
+  using C = PrefillConfig<F, Wgmma>;
+  Problem<C> problem(call.recipe, call.length, call.rows, call.group, call.window, call.softcap);
   ASSERT_GT(problem.coded(), 0);
-  problem.run(parts);
-  EXPECT_LE(problem.error(parts), Bfloat ? 5e-3 : 1e-3);
+  problem.run(call.parts);
+  EXPECT_LE(problem.error(call.parts), F::bfloat ? 5e-3 : 1e-3);
+}
+template <class F>
+void expect_both(const Call& call) {
+  expect_same<F, false>(call);
+  expect_same<F, true>(call);
 }
 
 // Every width; key dimensions other than the values'; blocks of the transform shorter than a head.
 TEST(PrefillEmulation, Waterfill) {
-  expect_same<2, 64, 64, false>("waterfill:k=3.5,low=1,high=6,v=2,sink=5,window=20", 190, 20, 2, 0, 1);
-  expect_same<3, 96, 96, true>("waterfill:k=2.28,low=1,high=6,v=3,shared=1,sink=0,window=0", 128, 9, 3, 0, 1);
-  expect_same<4, 192, 128, false>("near-lossless:sink=70,window=16", 150, 5, 4, 0, 1);
-  expect_same<3, 256, 256, false>("balanced:sink=0,window=16", 144, 5, 5, 0, 1);
+  expect_both<Format<0, 2, 64, 64, false>>({"waterfill:k=3.5,low=1,high=6,v=2,sink=5,window=20", 190, 20, 2});
+  expect_both<Format<0, 3, 96, 96, true>>({"waterfill:k=2.28,low=1,high=6,v=3,shared=1,sink=0,window=0", 128, 9, 3});
+  expect_both<Format<0, 4, 192, 128, false>>({"near-lossless:sink=70,window=16", 150, 5, 4});
+  expect_both<Format<0, 3, 256, 256, false>>({"balanced:sink=0,window=16", 144, 5, 5});
 }
 
 // Parts with and without exact stages turn their own outputs; a window that begins inside a page.
 TEST(PrefillEmulation, WaterfillInParts) {
-  expect_same<2, 64, 64, false>("small:sink=5,window=40", 300, 10, 2, 0, 5);
-  expect_same<2, 64, 64, false>("small:sink=5,window=40", 430, 30, 2, 130, 2);
+  expect_both<Format<0, 2, 64, 64, false>>({"small:sink=5,window=40", 300, 10, 2, 0, 5});
+  expect_both<Format<0, 2, 64, 64, false>>({"small:sink=5,window=40", 430, 30, 2, 130, 2});
+}
+
+TEST(PrefillEmulation, Warpgroups) {
+  expect_same<Format<2, 2, 128, 128, false>, true>({"kivi:k=2,v=2,sink=5,window=20", 330, 40, 7});
+  expect_same<Format<2, 2, 64, 64, false, 1>, true>({"kitty:sink=40,window=16", 300, 9, 3});
+  expect_same<Format<4, 4, 256, 256, false>, true>({"kivi:k=4,v=4,sink=0,window=0", 144, 5, 3});
+  expect_same<Format<3, 3, 96, 96, true>, true>({"kivi:k=3,v=3,sink=0,window=30", 170, 20, 3});
+  expect_same<Format<2, 2, 192, 192, false, 2>, true>({"kitty:sink=0,window=16", 160, 5, 4});
+}
+
+TEST(PrefillEmulation, WarpgroupsWindowCapAndParts) {
+  expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 30, 2, 130, 3});
+  expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 90, 3, 0, 1, 2.0F});
 }
 
 }  // namespace

@@ -26,6 +26,27 @@ void async_wait() {
   emulation::current->copies.clear();
 }
 
+inline void barrier_init(std::uint32_t barrier, int arrivals = 1) {
+  emulation::barriers[barrier] = {arrivals};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(std::uint32_t barrier) {
+  emulation::barriers.at(barrier).arrive();
+}
+inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  emulation::barriers.at(barrier).wait(parity);
+}
+inline void proxy_fence() {}
+template <int Registers>
+void raise_registers() {}
+template <int Registers>
+void lower_registers() {}
+template <int Barrier, int Threads>
+void meet() {
+  static_assert(Barrier < 16);  // shared memory begins with no mbarrier
+  emulation::barriers.try_emplace(Barrier, emulation::Barrier{Threads}).first->second.arrive_and_wait();
+}
+
 template <bool Bfloat>
 float2 widen2(std::uint32_t pair) {
   const DType type = Bfloat ? DType::bf16 : DType::f16;
