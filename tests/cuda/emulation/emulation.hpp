@@ -84,7 +84,9 @@ struct Lane {
   int round = 0;                                      // of that barrier when the lane arrived
   std::vector<std::pair<void*, const void*>> copies;  // on their way, to and from, 16 bytes each
 
-  bool ready() const { return !done && (waits == nullptr || waits->round != round); }
+  int paused = -1;                                    // the turn of all warps in which it lets the others go first
+
+  bool ready() const;
 };
 
 constexpr std::size_t kStack = 256 << 10;
@@ -92,6 +94,17 @@ inline std::vector<Lane> lanes;
 inline std::function<void()> body;
 inline Lane* current = nullptr;
 inline jmp_buf scheduler;
+inline int turn = 0;
+
+inline bool Lane::ready() const {
+  return !done && paused != turn && (waits == nullptr || waits->round != round);
+}
+// Every other warp goes on, as far as it gets, before this lane does.
+[[gnu::noinline]] inline void let_others_run() {
+  current->waits = nullptr;
+  current->paused = turn;
+  if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
+}
 
 [[gnu::noinline]] inline void Barrier::suspend() {
   current->waits = this;
@@ -131,6 +144,7 @@ inline void enter() {
 [[gnu::noinline]] inline void prepare(Lane& lane) {
   lane.started = lane.done = false;
   lane.waits = nullptr;
+  lane.paused = -1;
   getcontext(&lane.start);
   lane.start.uc_stack.ss_sp = lane.stack.get();
   lane.start.uc_stack.ss_size = kStack;
@@ -147,7 +161,7 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
   }
   // Warp by warp, as far as each gets.
   bool any = true;
-  while (any) {
+  for (turn = 0; any; ++turn) {
     any = false;
     for (std::size_t first = 0; first < static_cast<std::size_t>(threads); first += kLanes) {
       bool moved = true;

@@ -1,5 +1,5 @@
 // src/cuda/wgmma.cuh by definition, on the CPU (emulation.hpp). Instructions read shared memory and write their results
-// as late as they may: when a wait says that they are done. Until then there are NaNs in place of the results.
+// as late as they may: when a wait says that they are done, after all other warps have gone as far as they get.
 #pragma once
 
 #include <cmath>
@@ -51,6 +51,7 @@ inline void commit() {
 }
 template <int Pending>
 void wait() {
+  emulation::let_others_run();
   while (groups().size() > Pending + 1) {
     for (const auto& instruction : groups().front()) instruction();
     groups().pop_front();
