@@ -35,12 +35,6 @@ class WgmmaEngine {
     const uint4 x = *reinterpret_cast<const uint4*>(from + threadIdx.x % 32 * 16);
     store_quarters(keys, kKeyCoreStride, 2 * channel_tile, 2 * token_tile, x);
   }
-  // The tensor cores read shared memory past the order of ordinary stores.
-  static __device__ __forceinline__ void publish_tiles() {
-#ifdef KVANT_WGMMA
-    ptx::proxy_fence();
-#endif
-  }
 
   // Vectors that are not there become zeros. Every thread of the block calls it.
   static __device__ void load_queries(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
