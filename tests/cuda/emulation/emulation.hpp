@@ -84,7 +84,7 @@ struct Lane {
   int round = 0;                                      // of that barrier when the lane arrived
   std::vector<std::pair<void*, const void*>> copies;  // on their way, to and from, 16 bytes each
 
-  int paused = -1;                                    // the turn of all warps in which it lets the others go first
+  int paused = -1;  // the turn of all warps in which it lets the others go first
 
   bool ready() const;
 };
