@@ -77,9 +77,10 @@ class Sequence {
   Sequence(Sequence&&) noexcept;
   Sequence& operator=(Sequence&&) noexcept;
 
-  // Copies a CPU cache of the pool's recipe and shape; sealed blocks keep their bits. Synchronous. With rope=before the
-  // cache's rotation must be the pool's and each token's position its number: Error(invalid_argument).
-  // Throws Error(out_of_memory) when the pool has too few free pages; nothing is taken then.
+  // Copies a CPU cache of the pool's recipe and shape; sealed blocks keep their bits. Synchronous. A cache that was
+  // given positions must have its sinks at the start, with rope=before the pool's rotation and each token's number as
+  // its position: Error(invalid_argument). Throws Error(out_of_memory) when the pool has too few free pages; nothing is
+  // taken then.
   static Sequence upload(const PagePool& pool, const Cache& cache);
 
   // The CPU's block of a sealed page (PageStore::sealed_block), bit by bit. Synchronous.

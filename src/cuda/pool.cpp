@@ -218,6 +218,21 @@ void upload_sealed(const PagePool::Impl& pool, std::int32_t number, std::span<co
 
 }  // namespace
 
+void check_sinks(const PageStore::Impl& store, int sink) {
+  for (std::size_t i = 0; i < store.pages.size(); ++i) {
+    if (!store.pages[i].sealed) continue;
+    const std::vector<std::uint8_t>& cells = store.pages[i].sealed->exact.cells;
+    bool fits = i == 0 || cells.empty();
+    for (std::size_t k = 0; k < cells.size(); ++k) fits &= cells[k] == k;
+    fits &= i == 0 || store.pages[i - 1].sealed != nullptr || (i == 1 && sink == kPage);
+    if (!fits) {
+      base::fail(ErrorCode::invalid_argument,
+                 "positions: page " + std::to_string(i) +
+                     " of the cache is sealed beside exact tokens that are not its first; on the GPU sinks come first");
+    }
+  }
+}
+
 Sequence Sequence::upload(const PagePool& pool, const Cache& cache) {
   PagePool::Impl& p = *pool.impl();
   const CacheShape& shape = cache.shape();
@@ -226,9 +241,10 @@ Sequence Sequence::upload(const PagePool& pool, const Cache& cache) {
                     shape.dtype == p.shape.dtype;
   if (!same) base::fail(ErrorCode::invalid_argument, "the cache's recipe or shape is not the pool's");
   p.check_rotation_of(cache);
+  const PageStore::Impl& store = cache.store().impl();
+  check_sinks(store, p.recipe.sink);
   Sequence sequence(pool);
   Sequence::Impl& s = sequence.impl();
-  const PageStore::Impl& store = cache.store().impl();
   for (std::size_t i = 0; i < store.pages.size(); ++i) {
     const cache::Page& page = store.pages[i];
     if (page.sealed) {

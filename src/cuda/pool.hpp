@@ -93,6 +93,10 @@ struct Sequence::Impl {
   bool first_is_exact() const { return !pages.empty() && pages.front() < 0; }
 };
 
+// Throws Error(invalid_argument) for a cache that is no [sinks | sealed pages | open tail] by number of token: one that
+// was given positions may keep exact tokens elsewhere, and with them open pages.
+void check_sinks(const PageStore::Impl& store, int sink);
+
 struct Batch::Impl {
   std::shared_ptr<PagePool::Impl> pool;
   int capacity = 0;

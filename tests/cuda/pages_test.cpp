@@ -168,6 +168,27 @@ TEST(GpuPages, RefusalsChangeNothing) {
   EXPECT_THROW(twins.on_gpu(plan), Error);  // bound anew since
 }
 
+// A cache may be given positions; sequences on the GPU have their sinks at the start.
+TEST(Upload, RefusesSinksElsewhere) {
+  const CacheShape shape{2, 128, 128, DType::f16};
+  const Recipe recipe = parse_recipe("kivi:k=2,v=2,sink=4,window=0");
+  std::mt19937 random(1);
+  const auto rows = random_rows(random, shape.dtype, 384, shape.kv_heads, 128, 0.0F);
+  const ConstView view = dense_view(rows.data(), shape.dtype, 384, shape.kv_heads, 128);
+  for (const std::int64_t first : {0, 1, 128, 384}) {  // token of position 0; 384: none
+    std::vector<std::int64_t> positions(384);
+    for (std::int64_t i = 0; i < 384; ++i) positions[static_cast<std::size_t>(i)] = (i - first + 1000) % 1000;
+    Cache cache(recipe, shape);
+    cache.append(view, view, {}, positions);
+    const auto check = [&] { check_sinks(cache.store().impl(), recipe.sink); };
+    if (first == 0 || first == 384) {
+      EXPECT_NO_THROW(check()) << first;
+    } else {
+      expect_refused(check, "sinks elsewhere", "positions");
+    }
+  }
+}
+
 // Takes every number but a few whose pages lie around 2^31 and 2^32 bytes from the pool's start, and the last ones.
 void leave_far_pages(Numbers& numbers, std::size_t stride, int count) {
   for (int i = 0; i < count; ++i) numbers.take();
