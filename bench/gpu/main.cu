@@ -337,8 +337,8 @@ int run(const std::string& what, const std::string& name) {
     std::vector<Case> cases = table_cases();
     cases.push_back(more_cases().front());
     for (const Case& c : cases) {
-      if ((c.batch > 1 || c.tokens > 100000) && c.name != "4-bit" && c.name.starts_with(name))
-        run_case(c, bandwidth, true);
+      const bool tuned = (c.batch > 1 || c.tokens > 100000) && c.name != "4-bit";
+      if (tuned && c.name.starts_with(name)) run_case(c, bandwidth, true);
     }
   }
   if (what == "more" || what == "all") {

@@ -146,7 +146,7 @@ struct AttendOptions {
   const float* sinks = nullptr;  // device pointer, learned sink logit per query head
   int sliding_window = 0;        // 0: unlimited
   // The launch may begin while its predecessor in the stream ends (programmatic dependent launch, sm_90 and later);
-  // the integer path alone makes use of it.
+  // the integer path alone makes use of it, and AttendPlan::describe() says whether a plan does.
   bool overlap = false;
   // With overlap: no page in the batch's tables is written by the predecessor, so that pages may be read early.
   bool pages_settled = false;

@@ -304,8 +304,9 @@ std::string AttendPlan::describe() const {
   }
   const Split& split = impl_->plan.split;
   return "integer, " + std::to_string(split.groups) + " x " + std::to_string(split.ranks) + " blocks of " +
-         std::to_string(impl_->kernel->warps) + " warps" + (split.half ? ", half pages" : "") + ", " +
-         std::to_string(impl_->plan.segments.size()) + " segments";
+         std::to_string(impl_->kernel->warps) + " warps" + (split.half ? ", half pages" : "") +
+         (impl_->options.overlap ? ", overlapped" : "") + ", " + std::to_string(impl_->plan.segments.size()) +
+         " segments";
 }
 
 }  // namespace kvant::cuda

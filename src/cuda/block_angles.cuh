@@ -7,24 +7,15 @@
 
 namespace kvant::cuda {
 
-// The sums of src/tiles/rotate.cpp from term I on. Nothing here may become a fused multiply-add: what is sealed with
-// these angles are the CPU's bytes.
-template <int I>
-__device__ __forceinline__ double sine_sum(double square) {
-  constexpr double term = tiles::kSineTerms[I];
-  if constexpr (I + 1 == std::size(tiles::kSineTerms)) {
+// A sum of src/tiles/rotate.cpp from term I on. Nothing here may become a fused multiply-add: what is sealed with these
+// angles are the CPU's bytes.
+template <bool Sine, int I = 0>
+__device__ __forceinline__ double sum_terms(double square) {
+  constexpr double term = Sine ? tiles::kSineTerms[I] : tiles::kCosineTerms[I];
+  if constexpr (I + 1 == (Sine ? std::size(tiles::kSineTerms) : std::size(tiles::kCosineTerms))) {
     return term;
   } else {
-    return __dadd_rn(__dmul_rn(sine_sum<I + 1>(square), square), term);
-  }
-}
-template <int I>
-__device__ __forceinline__ double cosine_sum(double square) {
-  constexpr double term = tiles::kCosineTerms[I];
-  if constexpr (I + 1 == std::size(tiles::kCosineTerms)) {
-    return term;
-  } else {
-    return __dadd_rn(__dmul_rn(cosine_sum<I + 1>(square), square), term);
+    return __dadd_rn(__dmul_rn(sum_terms<Sine, I + 1>(square), square), term);
   }
 }
 
@@ -36,8 +27,8 @@ __device__ __forceinline__ float2 sincos_of_turns(double turn) {
   const double inside = __dsub_rn(rest, __dmul_rn(quarter, 0.25));
   const double x = __dmul_rn(inside, radians);
   const double square = __dmul_rn(x, x);
-  const double sine = __dmul_rn(x, sine_sum<0>(square));
-  const double cosine = cosine_sum<0>(square);
+  const double sine = __dmul_rn(x, sum_terms<true>(square));
+  const double cosine = sum_terms<false>(square);
   const bool odd = fabs(quarter) == 1.0;
   const bool half = fabs(quarter) > 1.5;
   const float c = __double2float_rn(odd ? sine : cosine);

@@ -30,6 +30,7 @@ struct BlockDecodeConfig {
   static constexpr int merge_stride = ValueDim + 8;
   static constexpr int merge_offset = warp_offset;
   static constexpr int state_offset = merge_offset + warps * vectors * merge_stride * 4;
+  static_assert(merge_offset >= barrier_offset + warps * 16, "results leave the barriers alone");
   static constexpr int merge_end = state_offset + warps * vectors * 8;
 
   // Inside a warp's part.

@@ -116,11 +116,7 @@ TEST(GpuBeforeRopeSeal, SanitizerSized) {
 
 TEST(GpuBeforeRopeSeal, DecodeLoopFollowsTheCpu) {
   KVANT_NEEDS_GPU();
-  Shape shape;
-  shape.recipe = "kvquant:k=3,v=3,window=16,rope=before";
-  shape.lengths = {250, 139};
-  Twins twins(shape, 3, 8);
-  decode_beside_the_cpu(twins);
+  decode_beside_the_cpu("kvquant:k=3,v=3,window=16,rope=before");
 }
 
 // Forks share pages and go on apart.

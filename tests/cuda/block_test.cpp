@@ -326,11 +326,7 @@ TEST(GpuBlockSeal, CalibratedRangesAndLevels) {
 TEST(GpuBlockSeal, DecodeLoopFollowsTheCpu) {
   KVANT_NEEDS_GPU();
   for (const char* recipe : {"kvquant:k=3,v=3,window=16", "zipcache:window=16,sink=4"}) {
-    Shape shape;
-    shape.recipe = recipe;
-    shape.lengths = {250, 139};
-    Twins twins(shape, 3, 8);
-    decode_beside_the_cpu(twins);
+    decode_beside_the_cpu(recipe);
     const bool blind = recipe[0] == 'z';
     EXPECT_EQ(twins.sequences[0].blind_seals(), blind ? 1 : 0);
     EXPECT_EQ(twins.sequences[0].fork(nullptr).blind_seals(), blind ? 1 : 0);
@@ -365,7 +361,9 @@ TEST(GpuBlockSeal, SharedGridsOfVeryManyHeadsAreRefused) {
 // Outliers are added as integers, so that nothing depends on an order: the same bits every time, on a full GPU too.
 TEST(GpuBlock, FiveHundredCallsAreEqual) {
   KVANT_NEEDS_GPU();
-  for (const char* recipe : {"kvquant:k=3,v=3", "kvquant:k=3,v=2,outliers=0,voutliers=0", "zipcache"}) {
+  // The second: one result of it once lay on a barrier (README.md), seen with several of these under memcheck at once.
+  for (const char* recipe : {"kvquant:k=3,v=3", "kvquant:k=4,v=4,outliers=0.06,voutliers=0.05",
+                             "kvquant:k=3,v=2,outliers=0,voutliers=0", "zipcache"}) {
     for (const int rows : {1, 20}) {
       Shape shape;
       shape.recipe = recipe;

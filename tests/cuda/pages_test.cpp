@@ -87,11 +87,7 @@ TEST(GpuPages, SealsOfOtherShapesAreTheCpusBytes) {
 
 TEST(GpuPages, DecodeLoopFollowsTheCpu) {
   KVANT_NEEDS_GPU();
-  Shape shape;
-  shape.recipe = "kitty:window=16";
-  shape.lengths = {250, 139};
-  Twins twins(shape, 3, 8);
-  decode_beside_the_cpu(twins);
+  decode_beside_the_cpu("kitty:window=16");
 }
 
 TEST(GpuPages, ForksShareSealedPagesAndDiverge) {

@@ -219,7 +219,11 @@ void expect_append_refused(const char* recipe, const CacheShape& shape, const ch
   EXPECT_EQ(pool.free_exact_pages(), 1);
 }
 
-void decode_beside_the_cpu(Twins& twins) {
+void decode_beside_the_cpu(const char* recipe) {
+  Shape shape;
+  shape.recipe = recipe;
+  shape.lengths = {250, 139};
+  Twins twins(shape, 3, 8);
   SCOPED_TRACE(twins.shape.recipe);
   std::mt19937 random(4);
   for (int step = 0; step < 30; ++step) {

@@ -95,9 +95,9 @@ struct Twins {
 
 // A cache of that many random tokens.
 Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed);
-// Thirty tokens, one at a time on both sides, attention after each: the pages change hands under running sequences. At
-// last every page is the CPU's.
-void decode_beside_the_cpu(Twins& twins);
+// Two sequences, thirty tokens, one at a time on both sides, attention after each: the pages change hands under running
+// sequences. At last every page is the CPU's.
+void decode_beside_the_cpu(const char* recipe);
 // A batch of such a pool throws Error(unsupported) with `word` in its message, and stays as it is.
 void expect_append_refused(const char* recipe, const CacheShape& shape, const char* word);
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
