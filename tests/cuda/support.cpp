@@ -219,7 +219,7 @@ void expect_append_refused(const char* recipe, const CacheShape& shape, const ch
   EXPECT_EQ(pool.free_exact_pages(), 1);
 }
 
-void decode_beside_the_cpu(const char* recipe) {
+void decode_beside_the_cpu(const char* recipe, int blind_seals) {
   Shape shape;
   shape.recipe = recipe;
   shape.lengths = {250, 139};
@@ -234,6 +234,8 @@ void decode_beside_the_cpu(const char* recipe) {
     EXPECT_LE(relative_error(twins.on_gpu(path).out, cpu.out), 1e-3) << "step " << step;
   }
   for (std::size_t b = 0; b < twins.caches.size(); ++b) expect_same_blocks(twins.sequences[b], twins.caches[b]);
+  EXPECT_EQ(twins.sequences[0].blind_seals(), blind_seals);
+  EXPECT_EQ(twins.sequences[0].fork(nullptr).blind_seals(), blind_seals);
 }
 
 Twins::Twins(const Shape& s, unsigned seed, int spare_pages)

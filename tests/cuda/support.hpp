@@ -96,8 +96,8 @@ struct Twins {
 // A cache of that many random tokens.
 Cache random_cache(const char* recipe, const CacheShape& shape, std::int64_t tokens, unsigned seed);
 // Two sequences, thirty tokens, one at a time on both sides, attention after each: the pages change hands under running
-// sequences. At last every page is the CPU's.
-void decode_beside_the_cpu(const char* recipe);
+// sequences. At last every page is the CPU's. blind_seals: of the first sequence.
+void decode_beside_the_cpu(const char* recipe, int blind_seals = 0);
 // A batch of such a pool throws Error(unsupported) with `word` in its message, and stays as it is.
 void expect_append_refused(const char* recipe, const CacheShape& shape, const char* word);
 // Both GPU paths against the CPU on random caches, outputs and log-sum-exp.
