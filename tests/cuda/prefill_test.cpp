@@ -281,7 +281,8 @@ TEST(GpuPrefill, PlansOfTwoBudgetsAtOnce) {
 
 TEST(GpuPrefill, SanitizerSized) {
   KVANT_NEEDS_GPU();
-  for (const char* recipe : {"small:sink=5,window=40", "waterfill:k=3.5,low=1,high=6,v=4,sink=0"}) {
+  for (const char* recipe : {"kivi:k=2,v=2,sink=5,window=40", "kitty:sink=0", "small:sink=5,window=40",
+                             "waterfill:k=3.5,low=1,high=6,v=4,sink=0"}) {
     Shape shape;
     shape.recipe = recipe;
     shape.rows = 20;
