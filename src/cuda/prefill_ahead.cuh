@@ -113,62 +113,114 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
   }
 }
 
-// One warpgroup's row tiles over all stages. Of two row tiles one's softmax has the other's products beside it.
+// One warpgroup's row tiles over stages. While a row tile's scores become weights, the outputs of the one before are
+// under way, if that is another one; both products were started together, the scores first.
+template <class C>
+class StageMultiplier {
+  using Engine = WgmmaEngine<C>;
+
+ public:
+  __device__ __forceinline__ StageMultiplier(const DecodeArgs& args, const VectorBlock& block, const StageList& stages,
+                                             int group, std::uint8_t* shared)
+      : args_(args),
+        block_(block),
+        stages_(stages),
+        scale_(args.scale * kLog2e),
+        rescale_(args.softcap > 0 || !(scale_ > 0)),
+        ends_(reinterpret_cast<const int*>(shared + C::row_ends_offset)),
+        queries_(Engine::describe_queries(shared, group)),
+        ring_(shared) {}
+
+  // Stages [i, end).
+  __device__ __forceinline__ void run(int i, int end, PrefillState<C>& state) {
+    if (i >= end) return;
+    constexpr int last = C::m_tiles - 1;
+    float s[kStageTiles * 2][4];
+    uint4 p[kStageTiles];
+    TileRing<C> next = ring_;
+    next.wait_full();
+    Engine::start_scores(queries_, keys(next), 0, s);
+    wgmma::wait<0>();
+    weigh(i, 0, state, s, state.o[last], p);
+#pragma unroll 1
+    for (; i < end; ++i) {  // of other forms ptxas serializes the products (C7512)
+#pragma unroll
+      for (int m = 0; m < last; ++m) {
+        Engine::start_scores(queries_, keys(ring_), m + 1, s);
+        Engine::start_outputs(p, values(), state.o[m]);
+        weigh(i, m + 1, state, s, state.o[m], p);
+      }
+      if (i + 1 == end) break;
+      next.advance();
+      next.wait_full();
+      Engine::start_scores(queries_, keys(next), 0, s);
+      Engine::start_outputs(p, values(), state.o[last]);
+      weigh(i + 1, 0, state, s, state.o[last], p);
+      ring_.give_empty();
+      ring_.advance();
+    }
+    Engine::start_outputs(p, values(), state.o[last]);
+    wgmma::wait<0>();
+    wgmma::settle(state.o[last]);
+    ring_.give_empty();
+    ring_.advance();
+  }
+
+ private:
+  static __device__ __forceinline__ typename Engine::Keys keys(const TileRing<C>& ring) {
+    return typename Engine::Keys(ptx::shared_address(ring.keys()));
+  }
+  __device__ __forceinline__ typename Engine::Values values() const {
+    return typename Engine::Values(ptx::shared_address(ring_.values()));
+  }
+
+  // Row tile m's scores of stage i to weights. outputs: of the other product that may be under way.
+  __device__ __forceinline__ void weigh(int i, int m, PrefillState<C>& state, float (&s)[kStageTiles * 2][4],
+                                        float (&outputs)[C::value_tiles * 2][4], uint4 (&p)[kStageTiles]) const {
+    // Outputs of the same row tile must be there before they may be scaled.
+    wgmma::wait<C::m_tiles == 1 ? 0 : 1>();
+    if constexpr (C::m_tiles == 1) wgmma::settle(outputs);
+    wgmma::settle(s);
+    if (rescale_) scale_tile<C>(args_, scale_, s);
+    const StageRange stage = stages_.range(i);
+    const bool whole = stage.position + kStageTokens <= min(block_.fewest, stage.end) &&
+                       stage.position >= stage.first &&
+                       (args_.window == 0 || stage.position >= block_.most - args_.window);
+    if (!whole) {
+      const int row_ends[2] = {ends_[vector_of<C>(m, 0)], ends_[vector_of<C>(m, 1)]};
+      hide_in_tile<C>(args_, stage, row_ends, s);
+    }
+    // Weights need a positive factor, which the maximum passes through.
+    soften_tile<C>(state, m, s, rescale_ ? 1.0F : scale_);
+    if constexpr (C::m_tiles > 1) {
+      wgmma::wait<0>();
+      wgmma::settle(outputs);
+    }
+#pragma unroll
+    for (int j = 0; j < kStageTiles; ++j) p[j] = weight_fragment<C>(s, j);
+  }
+
+  const DecodeArgs& args_;
+  const VectorBlock& block_;
+  const StageList& stages_;
+  float scale_;
+  bool rescale_;
+  const int* ends_;
+  typename Engine::Queries queries_;
+  TileRing<C> ring_;
+};
+
 template <class C>
 __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const VectorBlock& block,
                                                 const StageList& stages, const Share& share, int group,
                                                 std::uint8_t* shared, PrefillState<C>& state) {
-  using Engine = WgmmaEngine<C>;
-  // Weights need a positive factor, which the maximum passes through.
-  const float scale = args.scale * kLog2e;
-  const bool rescale = args.softcap > 0 || !(scale > 0);
-  const auto* ends = reinterpret_cast<const int*>(shared + C::row_ends_offset);
-  const typename Engine::Queries queries = Engine::describe_queries(shared, group);
-  TileRing<C> ring(shared);
-  // Coded stages, then exact ones: two turns of one loop, for in a branch inside of it the transform costs registers
-  // that the matrix instructions need.
-  int i = share.begin;
-#pragma unroll 1
-  for (int end = C::rotation > 1 ? min(share.end, stages.coded()) : share.end;; end = share.end) {
-#pragma unroll 1
-    for (; i < end; ++i, ring.advance()) {
-      const StageRange stage = stages.range(i);
-      const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
-                         stage.position >= stage.first &&
-                         (args.window == 0 || stage.position >= block.most - args.window);
-      ring.wait_full();
-      const typename Engine::Keys keys(ptx::shared_address(ring.keys()));
-      const typename Engine::Values values(ptx::shared_address(ring.values()));
-      float s[kStageTiles * 2][4];  // of one row tile after the other, in the same registers
-      uint4 p[C::m_tiles][kStageTiles];
-      Engine::start_scores(queries, keys, 0, s);
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) {
-        if (m == 0) {
-          wgmma::wait<0>();
-        } else {
-          wgmma::wait<1>();  // the outputs of the tile before are still under way
-        }
-        wgmma::settle(s);
-        if (rescale) scale_tile<C>(args, scale, s);
-        if (!whole) {
-          const int row_ends[2] = {ends[vector_of<C>(m, 0)], ends[vector_of<C>(m, 1)]};
-          hide_in_tile<C>(args, stage, row_ends, s);
-        }
-        soften_tile<C>(state, m, s, rescale ? 1.0F : scale);
-#pragma unroll
-        for (int j = 0; j < kStageTiles; ++j) p[m][j] = weight_fragment<C>(s, j);
-        if (m + 1 < C::m_tiles) Engine::start_scores(queries, keys, m + 1, s);
-        Engine::start_outputs(p[m], values, state.o[m]);
-      }
-      wgmma::wait<0>();
-#pragma unroll
-      for (int m = 0; m < C::m_tiles; ++m) wgmma::settle(state.o[m]);
-      ring.give_empty();
-    }
-    if (C::rotation > 1 && share.begin < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
-    if (i >= share.end) break;
+  StageMultiplier<C> multiplier(args, block, stages, group, shared);
+  const int coded = C::rotation > 1 ? max(share.begin, min(share.end, stages.coded())) : share.begin;
+  if constexpr (C::rotation > 1) {
+    multiplier.run(share.begin, coded, state);
+    if (share.begin < coded) unrotate<C>(state, C::rotation);
   }
+  multiplier.run(coded, share.end, state);
 }
 #endif
 

@@ -10,7 +10,7 @@ namespace kvant::cuda {
 template <class C>
 struct PrefillState {
   float o[C::m_tiles][C::value_tiles * 2][4];  // channels 8n + 2t, + 1 of rows g, g + 8
-  float maximum[C::m_tiles][2];                // in units of log2
+  float reference[C::m_tiles][2];              // in units of log2: weights are relative to it
   float sum[C::m_tiles][2];                    // this lane's tokens only
   int last[C::m_tiles][2];                     // positions at and after it are hidden
 
@@ -19,7 +19,7 @@ struct PrefillState {
     for (int m = 0; m < C::m_tiles; ++m) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        maximum[m][e] = kMinusInfinity;
+        reference[m][e] = kMinusInfinity;
         sum[m][e] = 0;
       }
 #pragma unroll
@@ -94,41 +94,60 @@ __device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const Stage
   }
 }
 
-// Scores of row tile m become weights, relative to the running maximum; what was summed before is scaled to it. factor
-// > 0: of the scores, into units of log2.
+// How far scores may exceed the reference, in units of log2, before it is raised: nearly always it is their maximum in
+// the first stages that stays. Weights are below 2^8 then, which no type minds.
+constexpr float kReferenceSlack = 8;
+
+// peaks: this lane's largest scores of the two rows. What was summed before is scaled to the new reference.
+template <class C>
+__device__ __forceinline__ void raise_reference(PrefillState<C>& state, int m, const float (&peaks)[2]) {
+  float alpha[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float next = fmaxf(state.reference[m][e], ptx::xor_max<2>(ptx::xor_max<1>(peaks[e])));
+    alpha[e] = ptx::exp2_fast(state.reference[m][e] - (next == kMinusInfinity ? 0.0F : next));
+    state.reference[m][e] = next;
+    state.sum[m][e] *= alpha[e];
+  }
+#pragma unroll
+  for (int n = 0; n < C::value_tiles * 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
+  }
+}
+
+// Scores of row tile m become weights. factor > 0: of the scores, into units of log2.
 template <class C>
 __device__ __forceinline__ void soften_tile(PrefillState<C>& state, int m, float (&s)[kStageTiles * 2][4],
                                             float factor) {
-  float finite[2], alpha[2];
-  bool raised = false;
+  float peaks[2];
+  bool above = false;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float peak = s[0][2 * e];
+    float peak[2] = {s[0][2 * e], s[0][2 * e + 1]};
 #pragma unroll
-    for (int n = 0; n < kStageTiles * 2; ++n) peak = fmaxf(peak, fmaxf(s[n][2 * e], s[n][2 * e + 1]));
-    peak = ptx::xor_max<2>(ptx::xor_max<1>(peak)) * factor;
-    const float next = fmaxf(state.maximum[m][e], peak);
-    finite[e] = next == kMinusInfinity ? 0.0F : next;
-    alpha[e] = ptx::exp2_fast(state.maximum[m][e] - finite[e]);
-    raised = raised || next > state.maximum[m][e];
-    state.maximum[m][e] = next;
-    float sum = 0;
+    for (int n = 1; n < kStageTiles * 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], s[n][2 * e + i]);
+    }
+    peaks[e] = fmaxf(peak[0], peak[1]) * factor;
+    above = above || peaks[e] > state.reference[m][e] + kReferenceSlack;
+  }
+  if (__any_sync(0xFFFFFFFFU, above)) raise_reference<C>(state, m, peaks);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float finite = state.reference[m][e] == kMinusInfinity ? 0.0F : state.reference[m][e];
+    float sum[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s[n][2 * e + i];
-        x = ptx::exp2_fast(fmaf(x, factor, -finite[e]));
-        sum += x;
+        x = ptx::exp2_fast(fmaf(x, factor, -finite));
+        sum[i] += x;
       }
     }
-    state.sum[m][e] = fmaf(state.sum[m][e], alpha[e], sum);
-  }
-  if (!__any_sync(0xFFFFFFFFU, raised)) return;
-#pragma unroll
-  for (int n = 0; n < C::value_tiles * 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state.o[m][n][i] *= alpha[i / 2];
+    state.sum[m][e] += sum[0] + sum[1];
   }
 }
 template <class C>
@@ -193,10 +212,10 @@ __device__ void store_vectors(const DecodeArgs& args, const Segment& segment, Pr
         for (int n = 0; n < C::value_tiles * 2; ++n) {
           *reinterpret_cast<float2*>(to + 8 * n + 2 * t) = {state.o[m][n][2 * e], state.o[m][n][2 * e + 1]};
         }
-        if (t == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {state.maximum[m][e], sum};
+        if (t == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {state.reference[m][e], sum};
         continue;
       }
-      const Target target = finish_vector<C>(args, segment, vector, state.maximum[m][e], sum, t == 0);
+      const Target target = finish_vector<C>(args, segment, vector, state.reference[m][e], sum, t == 0);
       if (target.out == nullptr) continue;
 #pragma unroll
       for (int n = 0; n < C::value_tiles * 2; ++n) {

@@ -47,7 +47,8 @@ std::vector<std::uint16_t> random_rows(std::mt19937& random, DType type, int cou
 template <class C>
 class Problem {
  public:
-  Problem(const char* recipe, int length, int rows, int group, int window, float softcap)
+  // growth: of keys over the tokens.
+  Problem(const char* recipe, int length, int rows, int group, int window, float softcap, float growth)
       : shape_{1, C::key.dim, C::value.dim, C::bfloat ? DType::bf16 : DType::f16},
         cache_(parse_recipe(recipe), shape_),
         length_(length),
@@ -57,6 +58,10 @@ class Problem {
         softcap_(softcap) {
     std::mt19937 random(3);
     keys_ = random_rows(random, shape_.dtype, length, C::key.dim, 0.3F);
+    for (int i = 0; growth > 0 && i < length * C::key.dim; ++i) {
+      const float x = base::load_float(keys_.data(), shape_.dtype, i);
+      base::store_float(keys_.data(), shape_.dtype, i, x * growth * static_cast<float>(i / C::key.dim) / length);
+    }
     values_ = random_rows(random, shape_.dtype, length, C::value.dim, 0);
     queries_ = random_rows(random, shape_.dtype, rows * group, C::key.dim, 0);
     out_.resize(static_cast<std::size_t>(rows * group) * C::value.dim);
@@ -203,13 +208,14 @@ struct Call {
   int window = 0;
   int parts = 1;
   float softcap = 0;
+  float growth = 0;
 };
 
 template <class F, bool Wgmma>
 void expect_same(const Call& call) {
   SCOPED_TRACE(std::string(call.recipe) + (Wgmma ? " wgmma" : ""));
   using C = PrefillConfig<F, Wgmma>;
-  Problem<C> problem(call.recipe, call.length, call.rows, call.group, call.window, call.softcap);
+  Problem<C> problem(call.recipe, call.length, call.rows, call.group, call.window, call.softcap, call.growth);
   ASSERT_GT(problem.coded(), 0);
   problem.run(call.parts);
   EXPECT_LE(problem.error(call.parts), F::bfloat ? 5e-3 : 1e-3);
@@ -245,6 +251,13 @@ TEST(PrefillEmulation, Warpgroups) {
 TEST(PrefillEmulation, WarpgroupsWindowCapAndParts) {
   expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 30, 2, 130, 3});
   expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 90, 3, 0, 1, 2.0F});
+}
+
+// Scores outgrow the reference of the weights again and again, while products are under way.
+TEST(PrefillEmulation, GrowingScores) {
+  expect_both<Format<0, 2, 64, 64, false>>({"small:sink=5,window=40", 900, 5, 2, 0, 1, 0, 6});
+  expect_same<Format<2, 2, 128, 128, false>, true>({"kivi:k=2,v=2,sink=5,window=20", 700, 33, 4, 0, 1, 0, 6});
+  expect_same<Format<4, 4, 256, 256, false>, true>({"kivi:k=4,v=4,sink=0,window=0", 700, 5, 3, 0, 1, 0, 6});
 }
 
 }  // namespace
