@@ -82,11 +82,13 @@ void lift_narrow_codes(BlockTile& tile) {
   }
 }
 
-// Of planes of one width everywhere the 4 bits come first, then 2, then 1.
+// Channels in an order of their own: only `any` looks for them. Of planes of one width everywhere the 4 bits come
+// first, then 2, then 1.
 BlockCodes codes_of(const BlockTile& tile) {
   const auto plane = [&](int i, int bits, int shift) {
     return i < tile.plane_count && tile.planes[i].bits == bits && tile.planes[i].shift == shift;
   };
+  if (tile.order_offset >= 0) return BlockCodes::any;
   if (tile.table_bits == 2) return BlockCodes::table2;
   if (tile.table_bits == 3) return BlockCodes::table3;
   if (tile.table_bits == 4) return BlockCodes::table4;

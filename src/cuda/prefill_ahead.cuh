@@ -113,11 +113,27 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
   }
 }
 
-// One warpgroup's row tiles over all stages. Of two row tiles one's softmax has the other's products beside it.
+// What multiply_stages is told of coded pages: how their values are rotated, and where their tokens are.
 template <class C>
+struct PagesInOrder {
+  static __device__ constexpr int rotation() { return C::rotation; }
+  // Whether every row of the block sees the whole stage.
+  static __device__ __forceinline__ bool is_whole(const VectorBlock& block, int window, const StageRange& stage,
+                                                  bool /*coded*/) {
+    return block.sees_all(window, stage, stage.position, stage.position + kStageTokens);
+  }
+  static __device__ __forceinline__ void hide(const DecodeArgs& args, const StageRange& stage, bool /*coded*/,
+                                              const TileRing<C>& /*ring*/, const int (&row_ends)[2],
+                                              float (&s)[kStageTiles * 2][4]) {
+    hide_in_tile<C>(args, stage, row_ends, s);
+  }
+};
+
+// One warpgroup's row tiles over all stages. Of two row tiles one's softmax has the other's products beside it.
+template <class C, class Pages>
 __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const VectorBlock& block,
-                                                const StageList& stages, const Share& share, int group,
-                                                std::uint8_t* shared, PrefillState<C>& state) {
+                                                const StageList& stages, const Share& share, const Pages& pages,
+                                                int group, std::uint8_t* shared, PrefillState<C>& state) {
   using Engine = WgmmaEngine<C>;
   // Weights need a positive factor, which the maximum passes through.
   const float scale = args.scale * kLog2e;
@@ -129,13 +145,12 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
   // that the matrix instructions need.
   int i = share.begin;
 #pragma unroll 1
-  for (int end = C::rotation > 1 ? min(share.end, stages.coded()) : share.end;; end = share.end) {
+  for (int end = pages.rotation() > 1 ? min(share.end, stages.coded()) : share.end;; end = share.end) {
 #pragma unroll 1
     for (; i < end; ++i, ring.advance()) {
       const StageRange stage = stages.range(i);
-      const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
-                         stage.position >= stage.first &&
-                         (args.window == 0 || stage.position >= block.most - args.window);
+      const bool coded = i < stages.coded();
+      const bool whole = pages.is_whole(block, args.window, stage, coded);
       ring.wait_full();
       const typename Engine::Keys keys(ptx::shared_address(ring.keys()));
       const typename Engine::Values values(ptx::shared_address(ring.values()));
@@ -153,7 +168,7 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
         if (rescale) scale_tile<C>(args, scale, s);
         if (!whole) {
           const int row_ends[2] = {ends[vector_of<C>(m, 0)], ends[vector_of<C>(m, 1)]};
-          hide_in_tile<C>(args, stage, row_ends, s);
+          pages.hide(args, stage, coded, ring, row_ends, s);
         }
         soften_tile<C>(state, m, s, rescale ? 1.0F : scale);
 #pragma unroll
@@ -166,7 +181,7 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
       for (int m = 0; m < C::m_tiles; ++m) wgmma::settle(state.o[m]);
       ring.give_empty();
     }
-    if (C::rotation > 1 && share.begin < i && i <= stages.coded()) unrotate<C>(state, C::rotation);
+    if (pages.rotation() > 1 && share.begin < i && i <= stages.coded()) unrotate<C>(state, pages.rotation());
     if (i >= share.end) break;
   }
 }
@@ -205,7 +220,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   if (group >= groups) return;
   PrefillState<C> state;
   state.reset();
-  multiply_stages<C>(args, block, stages, share, group, shared, state);
+  multiply_stages<C>(args, block, stages, share, PagesInOrder<C>(), group, shared, state);
   float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   store_vectors<C>(args, block.segment, state, partial);
 #else

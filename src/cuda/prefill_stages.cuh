@@ -58,6 +58,10 @@ struct VectorBlock {
   }
   // The row of vector i of the block sees positions before this.
   __device__ int row_end(const DecodeArgs& args, int i) const { return before + (segment.vector0 + i) / args.group; }
+  // Whether every row sees all positions [low, high) that a stage has.
+  __device__ bool sees_all(int window, const StageRange& stage, int low, int high) const {
+    return high <= min(fewest, stage.end) && low >= stage.first && (window == 0 || low >= most - window);
+  }
   // Where this part's results go unfinished, `floats` of them.
   __device__ float* partial(const DecodeArgs& args, int floats) const {
     const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block();
