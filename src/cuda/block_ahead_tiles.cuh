@@ -87,29 +87,27 @@ struct CoreElements {
 };
 
 // Eight depth indices in a row.
-template <bool Bfloat>
 class OctetDequantizer {
  public:
   __device__ __forceinline__ OctetDequantizer(const float2* grid, bool wide)
       : first_(grid, wide), second_(grid + 4, wide) {}
 
-  template <bool Scaled>
-  __device__ __forceinline__ uint4 expand(std::uint32_t first, std::uint32_t second, float factor) const {
-    const uint2 x = half<Scaled>(first_, first, factor);
-    const uint2 y = half<Scaled>(second_, second, factor);
-    return {x.x, x.y, y.x, y.y};
+  // Of row tile j: its h-th eight depth indices.
+  template <BlockCodes Codes>
+  __device__ __forceinline__ void expand(const StepCodes& codes, int j, int h, float (&x)[2][4]) const {
+    if constexpr (has_table(Codes)) {
+      constexpr int distance = pair_distance(Codes);
+      const int odd = j / distance % 2;
+      const int low = j - odd * distance;
+      first_.expand_paired(codes[low][2 * h], codes[low + distance][2 * h], odd, x[0]);
+      second_.expand_paired(codes[low][2 * h + 1], codes[low + distance][2 * h + 1], odd, x[1]);
+    } else {
+      first_.expand(codes[j][2 * h], x[0]);
+      second_.expand(codes[j][2 * h + 1], x[1]);
+    }
   }
 
  private:
-  template <bool Scaled>
-  static __device__ __forceinline__ uint2 half(const BlockDequantizer& dequantizer, std::uint32_t steps, float factor) {
-    float x[4];
-    dequantizer.expand(steps, x);
-#pragma unroll
-    for (int i = 0; i < 4 && Scaled; ++i) x[i] *= factor;
-    return {ptx::narrow2<Bfloat>(x[0], x[1]), ptx::narrow2<Bfloat>(x[2], x[3])};
-  }
-
   BlockDequantizer first_, second_;
 };
 
@@ -160,18 +158,18 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
   }
 
  private:
-  static constexpr bool is_wide(BlockCodes codes) {
-    return codes == BlockCodes::table2 || codes == BlockCodes::table3 || codes == BlockCodes::table4;
-  }
-
   static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) % 16; }
   // Which of the eight-index groups 4 pair + 2 h + (0 or 1) is this lane's.
   static __device__ __forceinline__ int octet() { return static_cast<int>(threadIdx.x) % 32 / 16; }
 
+  static __device__ __forceinline__ uint4 pack(const float (&x)[2][4]) {
+    return {ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[0][2], x[0][3]),
+            ptx::narrow2<C::bfloat>(x[1][0], x[1][1]), ptx::narrow2<C::bfloat>(x[1][2], x[1][3])};
+  }
   template <BlockCodes Codes>
-  static __device__ __forceinline__ OctetDequantizer<C::bfloat> dequantizer(const BlockTile& tile, const float2* grid) {
+  static __device__ __forceinline__ OctetDequantizer dequantizer(const BlockTile& tile, const float2* grid) {
     // What the tile says, known to the compiler but for codes of any kind.
-    return {grid, Codes == BlockCodes::any ? tile.wide != 0 : is_wide(Codes)};
+    return {grid, Codes == BlockCodes::any ? tile.wide != 0 : has_table(Codes)};
   }
 
   // Channels 32 pair to 32 pair + 31 of the places [begin, end) of the half.
@@ -215,9 +213,10 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (!Whole && (place + (j + 1) * kTile <= begin || place + j * kTile >= end)) continue;
-        const uint4 x = dequantize.template expand<false>(codes[j][2 * h], codes[j][2 * h + 1], 1);
+        float x[2][4];
+        dequantize.template expand<Codes>(codes, j, h, x);
         if (!Whole && (own + j * kTile < begin || own + j * kTile >= end)) continue;
-        *reinterpret_cast<uint4*>(to + 2 * h * C::key_depth_stride + 2 * j * C::key_row_stride) = x;
+        *reinterpret_cast<uint4*>(to + 2 * h * C::key_depth_stride + 2 * j * C::key_row_stride) = pack(x);
       }
     }
   }
@@ -234,8 +233,10 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
       for (int j = 0; j < 4; ++j) {
         const int own = place + j * kTile + row();
         if (own < begin || own >= end) continue;
-        const uint4 x = dequantize.template expand<false>(codes[j][2 * h], codes[j][2 * h + 1], 1);
-        const std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
+        float x[2][4];
+        dequantize.template expand<BlockCodes::any>(codes, j, h, x);
+        const uint4 packed = pack(x);
+        const std::uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           *CoreElements<C>::key(keys, own, channels[i]) =
@@ -259,7 +260,7 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
       StepCodes codes;
       load_step<kCodes, C::value_tiles, RowWords>(f_.value, planes_ + 2 * kBlockPlanes, raw_, job.chunk, row(), four,
                                                   codes);
-      if (!is_wide(kCodes) && f_.value.factor_offset >= 0) {
+      if (!has_table(kCodes) && f_.value.factor_offset >= 0) {
         store_values<kCodes, true>(job, four, codes, values);
       } else {
         store_values<kCodes, false>(job, four, codes, values);
@@ -287,8 +288,11 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
       for (int j = 0; j < 4; ++j) {
         if (j < job.first_tile || j >= job.first_tile + job.tiles) continue;
         if (C::value_tiles % 4 != 0 && 4 * job.chunk + j >= C::value_tiles) break;
-        *reinterpret_cast<uint4*>(to + 2 * h * C::value_depth_stride + 2 * j * kCoreBytes) =
-            dequantize.template expand<Scaled>(codes[j][2 * h], codes[j][2 * h + 1], factors[j]);
+        float x[2][4];
+        dequantize.template expand<Codes>(codes, j, h, x);
+#pragma unroll
+        for (int i = 0; i < 8 && Scaled; ++i) x[i / 4][i % 4] *= factors[j];
+        *reinterpret_cast<uint4*>(to + 2 * h * C::value_depth_stride + 2 * j * kCoreBytes) = pack(x);
       }
     }
   }

@@ -23,6 +23,8 @@ struct FragmentWords {
   // Of single bits a word has two fours.
   static constexpr int single_group(int r) { return r / 2 * 2; }
   static __device__ __forceinline__ int single_shift(int first_four, int /*r*/) { return 4 * (first_four & 1); }
+  static constexpr bool paired = false;
+  static __device__ __forceinline__ std::uint32_t keep(std::uint32_t x) { return x; }
 };
 
 // One row, at an even `four` and the next one, then at those four on: twice eight depth indices in a row.
@@ -31,7 +33,18 @@ struct RowWords {
   static constexpr int row(int /*r*/) { return 0; }
   static constexpr int single_group(int r) { return r / 2 * 2; }
   static __device__ __forceinline__ int single_shift(int /*first_four*/, int r) { return 4 * (r % 2); }
+  // Steps that came out of a table stay as they did (has_table): two row tiles' of two depth indices by turns in one
+  // register, of the next two in the other tile's.
+  static constexpr bool paired = true;
+  static __device__ __forceinline__ std::uint32_t keep(std::uint32_t x) { return ptx::keep_in_register(x); }
 };
+// Which row tile shares registers with row tile j of a table's codes.
+constexpr int pair_distance(BlockCodes codes) {
+  return codes == BlockCodes::table4 ? 1 : 2;
+}
+constexpr bool has_table(BlockCodes codes) {
+  return codes == BlockCodes::table2 || codes == BlockCodes::table3 || codes == BlockCodes::table4;
+}
 
 __device__ __forceinline__ std::uint32_t load_word(const std::uint8_t* at) {
   return *reinterpret_cast<const std::uint32_t*>(at);
@@ -51,21 +64,33 @@ __device__ __forceinline__ std::uint32_t look_up(const BlockTile& tile, std::uin
   return __byte_perm(low, high, (selector >> 1 & 0x4444U) | 0x3210U);
 }
 
-// Nibbles of codes to their steps: those in the low halves of the bytes, and those in the high halves. Bits: of a code.
-template <int Bits>
-__device__ __forceinline__ void look_up_nibbles(const BlockTile& tile, std::uint32_t nibbles, std::uint32_t& low,
-                                                std::uint32_t& high) {
-  const std::uint32_t selector = Bits < 4 ? nibbles : nibbles & 0x77777777U;
-  std::uint32_t x = __byte_perm(tile.table[0], tile.table[1], selector);
-  std::uint32_t y = __byte_perm(tile.table[0], tile.table[1], selector >> 16);
-  if constexpr (Bits == 4) {
-    const std::uint32_t upper = (nibbles >> 1 & 0x44444444U) | 0x32103210U;  // bytes 0 to 3 of one table or the other
-    x = __byte_perm(x, __byte_perm(tile.table[2], tile.table[3], selector), upper);
-    y = __byte_perm(y, __byte_perm(tile.table[2], tile.table[3], selector >> 16), upper >> 16);
+// Nibbles of codes to their steps, four to a word: of the lower two bytes, low half first, and of the upper two. Bits:
+// of a code.
+template <int Bits, class Words>
+class LevelTable {
+ public:
+  __device__ __forceinline__ explicit LevelTable(const BlockTile& tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) table_[i] = Words::keep(tile.table[i]);
   }
-  low = __byte_perm(x, y, 0x6420);
-  high = __byte_perm(x, y, 0x7531);
-}
+
+  // low, high: those of the bytes' low and high halves; Words::paired: as they come out.
+  __device__ __forceinline__ void look_up(std::uint32_t nibbles, std::uint32_t& low, std::uint32_t& high) const {
+    const std::uint32_t selector = Bits < 4 ? nibbles : nibbles & 0x77777777U;
+    std::uint32_t x = ptx::permute(table_[0], table_[1], selector);
+    std::uint32_t y = ptx::permute(table_[0], table_[1], selector >> 16);
+    if constexpr (Bits == 4) {
+      const std::uint32_t upper = (nibbles >> 1 & 0x44444444U) | 0x32103210U;  // bytes 0 to 3 of one table or the other
+      x = ptx::permute(x, ptx::permute(table_[2], table_[3], selector), upper);
+      y = ptx::permute(y, ptx::permute(table_[2], table_[3], selector >> 16), upper >> 16);
+    }
+    low = Words::paired ? x : __byte_perm(x, y, 0x6420);
+    high = Words::paired ? y : __byte_perm(x, y, 0x7531);
+  }
+
+ private:
+  std::uint32_t table_[4];
+};
 
 // Whole row blocks of codes that one or two planes hold for all depth indices, with a table or without.
 
@@ -73,6 +98,7 @@ __device__ __forceinline__ void look_up_nibbles(const BlockTile& tile, std::uint
 template <bool Table, class Words>
 __device__ __forceinline__ void load_four_bits(const BlockTile& tile, const std::uint8_t* head, int chunk, int row,
                                                int four, StepCodes& codes) {
+  [[maybe_unused]] const LevelTable<4, Words> table(tile);
   const int fours = tile.planes[0].fours;
   const std::uint8_t* words = head + tile.planes[0].offset + (2 * chunk * fours + four) * kFourBytes + row * kFour;
 #pragma unroll
@@ -81,7 +107,7 @@ __device__ __forceinline__ void load_four_bits(const BlockTile& tile, const std:
     for (int r = 0; r < 4; ++r) {
       const std::uint32_t word = load_word_of<Words>(words + j / 2 * fours * kFourBytes, r);
       if constexpr (Table) {
-        look_up_nibbles<4>(tile, word, codes[j][r], codes[j + 1][r]);
+        table.look_up(word, codes[j][r], codes[j + 1][r]);
       } else {
         codes[j][r] = word & 0x0F0F0F0FU;
         codes[j + 1][r] = word >> 4 & 0x0F0F0F0FU;
@@ -94,6 +120,7 @@ __device__ __forceinline__ void load_four_bits(const BlockTile& tile, const std:
 template <int Bits, bool Table, class Words>
 __device__ __forceinline__ void load_few_bits(const BlockTile& tile, const std::uint8_t* head, int chunk, int row,
                                               int four, StepCodes& codes) {
+  [[maybe_unused]] const LevelTable<Bits, Words> table(tile);
   const int fours = tile.planes[0].fours;
   const std::uint8_t* words = head + tile.planes[0].offset + (chunk * fours + four) * kFourBytes + row * kFour;
   std::uint32_t w[4], v[4];
@@ -123,7 +150,7 @@ __device__ __forceinline__ void load_few_bits(const BlockTile& tile, const std::
         nibbles |= single << (2 - p) & 0x04040404U;
         nibbles |= single << (4 - p) & 0x40404040U;
       }
-      look_up_nibbles<Bits>(tile, nibbles, codes[p][r], codes[p + 2][r]);
+      table.look_up(nibbles, codes[p][r], codes[p + 2][r]);
     }
   }
 }

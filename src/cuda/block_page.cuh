@@ -32,14 +32,22 @@ class BlockDequantizer {
 
   __device__ __forceinline__ void expand(std::uint32_t steps, float (&x)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // The byte as the highest bits of the mantissa of 2^7, or (all 8 bits of it) below those of 2^15.
-      const std::uint32_t number = __byte_perm(steps, magic_, selector_ + static_cast<unsigned>(i) * turn_);
-      x[i] = fmaf(__uint_as_float(number), width_[i], low_[i]);
-    }
+    for (int i = 0; i < 4; ++i) x[i] = one(steps, i, i);
+  }
+  // Bytes 0 and 2, or 1 and 3, of both words.
+  __device__ __forceinline__ void expand_paired(std::uint32_t first, std::uint32_t second, int odd,
+                                                float (&x)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = one(i < 2 ? first : second, i % 2 * 2 + odd, i);
   }
 
  private:
+  __device__ __forceinline__ float one(std::uint32_t steps, int byte, int i) const {
+    // The byte as the highest bits of the mantissa of 2^7, or (all 8 bits of it) below those of 2^15.
+    const std::uint32_t number = __byte_perm(steps, magic_, selector_ + static_cast<unsigned>(byte) * turn_);
+    return fmaf(__uint_as_float(number), width_[i], low_[i]);
+  }
+
   std::uint32_t magic_, selector_, turn_;
   float low_[4], width_[4];
 };

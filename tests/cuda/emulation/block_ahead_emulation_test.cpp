@@ -78,5 +78,69 @@ TEST(BlockAheadEmulation, KeysBeforeRope) {
   expect_turned<192, 128, false>(1 << 16);
 }
 
+// The tiles of both halves of a page, made part by part.
+template <class C>
+std::vector<std::uint8_t> unpack_in_parts(const Problem& problem, int parts) {
+  constexpr int kBarrier = 1;
+  std::vector<std::uint8_t> tiles;
+  std::memset(shared, kPoison, sizeof shared);
+  emulation::launch(C::threads, 1, 1, [&] {
+    if (threadIdx.x < static_cast<unsigned>(C::first_unpack_thread)) return;
+    const BlockFormat& format = problem.format();
+    auto* const runs = reinterpret_cast<float2*>(shared + C::angles_offset);
+    std::uint8_t* const keys = shared + C::keys_offset;
+    std::uint8_t* const values = keys + C::key_tile_bytes;
+    CorePage<C> page(format, C::work(), shared, 0);
+    page.fetch(problem.page(0), shared + C::raw_offset);
+    ptx::async_wait<0>();
+    ptx::meet<kBarrier, C::unpack_threads>();
+    page.prepare(shared + C::raw_offset);
+    if constexpr (C::turned) place_angles<C>(format.turns, 0, runs);
+    for (int half = 0; half < 2; ++half) {
+      for (int part = 0; part < parts; ++part) {
+        const int begin = kStageTokens / parts * part;
+        ptx::meet<kBarrier, C::unpack_threads>();
+        page.unpack(half, keys, values, values + C::value_tile_bytes, part, parts);
+        ptx::meet<kBarrier, C::unpack_threads>();
+        page.add_outliers(keys, values, half * kStageTokens + begin, kStageTokens / parts);
+        ptx::meet<kBarrier, C::unpack_threads>();
+        if constexpr (C::turned) {
+          const std::uint8_t* tokens = page.tokens() == nullptr ? nullptr : page.tokens() + half * kStageTokens;
+          const StageAngles angles{format.turns, runs, tokens, half * kStageTokens};
+          CoreTurner<C>(angles, format, keys, part, parts).run();
+        }
+      }
+      ptx::meet<kBarrier, C::unpack_threads>();
+      if (C::unpack_thread() == 0) tiles.insert(tiles.end(), keys, keys + C::tile_bytes);
+      ptx::meet<kBarrier, C::unpack_threads>();
+    }
+  });
+  return tiles;
+}
+
+template <class C>
+void expect_same_tiles(const char* recipe, const KeyRotation* rotation) {
+  SCOPED_TRACE(recipe);
+  const Problem problem(recipe, {2, C::key.dim, C::value.dim, C::bfloat ? DType::bf16 : DType::f16},
+                        {kPage, 1, 1, rotation});
+  const std::vector<std::uint8_t> whole = unpack_in_parts<C>(problem, 1);
+  EXPECT_EQ(unpack_in_parts<C>(problem, 2), whole);
+  EXPECT_EQ(unpack_in_parts<C>(problem, 4), whole);
+}
+
+TEST(BlockAheadEmulation, PartsOfAStage) {
+  for (const char* recipe : kRecipes) {
+    expect_same_tiles<BlockAheadConfig<128, 128, false>>(recipe, nullptr);
+    expect_same_tiles<BlockAheadConfig<64, 96, true>>(recipe, nullptr);
+  }
+  for (const auto& [name, rotation] : rotations(96)) {
+    SCOPED_TRACE(name);
+    for (const char* recipe : {"kvquant:k=3,v=3,sink=0,window=0,rope=before",
+                               "k=kvquant:4,v=zipcache,outliers=0.06,sink=0,window=0,rope=before"}) {
+      expect_same_tiles<BlockAheadConfig<96, 64, false, true>>(recipe, &rotation);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvant::cuda

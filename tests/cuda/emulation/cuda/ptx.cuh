@@ -109,6 +109,12 @@ void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_
 void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 
+inline std::uint32_t permute(std::uint32_t x, std::uint32_t y, std::uint32_t selector) {
+  return __byte_perm(x, y, selector);
+}
+inline std::uint32_t keep_in_register(std::uint32_t x) {
+  return x;
+}
 template <std::uint32_t Value>
 std::uint32_t hidden_constant() {
   return Value;
