@@ -70,6 +70,10 @@ struct BlockTile {
   std::int32_t shared_grid = 0;
   std::int32_t levels = 0;  // steps of the grid; 0: depth indices differ
   float rate = 0;           // 1 / levels
+  // One part of the range in a step of the grid, before depth index rate_change and from there on; 0: that follows from
+  // the counts. With codes as `lift` has them read.
+  float rates[2] = {};
+  std::int32_t rate_change = 0;
   // Values with wider tokens: codes of depth indices from lift_from on are read `lift` bits up, so that all steps are
   // about as long. The product rounds weights relative to the longest.
   std::int32_t lift = 0;

@@ -110,9 +110,9 @@ class BlockPage {
       const std::uint16_t raw = load16(raw_ + list.value_offset + 2 * slot);
       const float x = widen(raw);
       // Slots that a channel does not need hold its maximum.
-      const bool used = x < widen(load16(raw_ + f_.key.min_offset + 2 * channel)) ||
-                        x > widen(load16(raw_ + f_.key.max_offset + 2 * channel));
-      if (used && is_among(place, begin, count)) *elements_.key(keys, place % kStageTokens, channel) = raw;
+      const bool below = x < widen(load16(raw_ + f_.key.min_offset + 2 * channel));
+      const bool above = x > widen(load16(raw_ + f_.key.max_offset + 2 * channel));
+      if ((below | above) & is_among(place, begin, count)) *elements_.key(keys, place % kStageTokens, channel) = raw;
     }
     if (f_.value.outliers.slots == 0) return;
     const auto store = [&](std::uint32_t slot) {
@@ -163,28 +163,32 @@ class BlockPage {
   }
 
   // first: of the pages here. Most tiles have the same planes in all of them.
-  __device__ void prepare_tile(const BlockTile& tile, int number, int grid, bool first) {
-    BlockPlane planes[kBlockPlanes];
-    if (first || tile.counts_offset >= 0) {
+  __device__ __forceinline__ void prepare_tile(const BlockTile& tile, int number, int grid, bool first) {
+    const int thread = C::unpack_thread();
+    if (tile.counts_offset >= 0) {
+      BlockPlane planes[kBlockPlanes];
       block_planes(tile, raw_, planes);
 #pragma unroll
       for (int p = 0; p < kBlockPlanes; ++p) {
-        if (C::unpack_thread() == p) planes_[number * kBlockPlanes + p] = planes[p];
+        if (thread == p) planes_[number * kBlockPlanes + p] = planes[p];
       }
-    } else {
-#pragma unroll
-      for (int p = 0; p < kBlockPlanes; ++p) planes[p] = tile.planes[p];
+      place_grids(tile, grid, [&](int i) { return 1.0F / static_cast<float>(block_levels(tile, planes, i)); });
+      return;
     }
+    if (first && thread < kBlockPlanes) planes_[number * kBlockPlanes + thread] = tile.planes[thread];
+    place_grids(tile, grid, [&](int i) { return i < tile.rate_change ? tile.rates[0] : tile.rates[1]; });
+  }
+  // rate(i): 1 / steps of depth index i's grid.
+  template <class Rate>
+  __device__ __forceinline__ void place_grids(const BlockTile& tile, int grid, const Rate& rate) {
     // What offsets of the grid count from.
     const std::uint8_t* ends = tile.shared_grid != 0 ? raw_ + f_.head_bytes - tile.min_offset : raw_;
+#pragma unroll 1
     for (int i = C::unpack_thread(); i < tile.depth; i += C::unpack_threads) {
       const int at = 2 * block_grid_index(f_, tile, raw_, i);
       const float low = widen(load16(ends + tile.min_offset + at));
       const float range = widen(load16(ends + tile.max_offset + at)) - low;
-      const float width = tile.levels > 0
-                              ? range * tile.rate
-                              : range / static_cast<float>(block_levels(tile, planes, i) << block_lift(tile, i));
-      grids_[grid + i] = BlockDequantizer::place_grid(low, width, tile.wide != 0);
+      grids_[grid + i] = BlockDequantizer::place_grid(low, range * rate(i), tile.wide != 0);
     }
   }
 
