@@ -54,34 +54,45 @@ __device__ __forceinline__ void unpack_block_stages(const DecodeArgs& args, cons
   const auto raw = [&](int i) {
     return shared + C::raw_offset + (two_raw ? pages.number(i) % 2 : 0) * block_slot_bytes(format);
   };
-  int i = share.begin;
-  std::int32_t entry = i < coded_end ? pages.entry(i) : 0;
-  // The page of a stage; the one after it is looked up long before it is needed.
-  const auto fetch = [&](int at) {
-    if (at < coded_end) {
-      page.fetch(pages.data(args, entry), raw(at));
-      entry = pages.entry(min(at + 2, coded_end - 1));
+  // The entry of the page table that the next page needs comes with the page before it.
+  auto* const entries = reinterpret_cast<std::int32_t*>(shared + C::entries_offset);
+  const auto next_page = [&](int i) { return i + 2 - pages.half(i); };
+  const auto fetch = [&](int at, std::int32_t entry) {
+    page.fetch(pages.data(args, entry), raw(at));
+    const int next = next_page(at);
+    if (next < coded_end && C::unpack_thread() == 0) {
+      ptx::async_copy4(ptx::shared_address(entries + pages.number(next) % 2), pages.entry_at(next));
     }
-    ptx::async_commit();
   };
-  fetch(i);
+  int i = share.begin;
+  if (i < coded_end) fetch(i, pages.entry(i));
 #pragma unroll 1
   for (; i < coded_end; ++i, ring.advance()) {
     const int half = pages.half(i);
-    if (i == share.begin || half == 0) {
+    const bool fresh = i == share.begin || half == 0;
+    const int next = next_page(i);
+    const bool ahead = fresh && two_raw && next < coded_end;
+    if (fresh) {
+      ptx::async_commit();
       ptx::async_wait<0>();
       ptx::meet<kBarrier, C::unpack_threads>();  // the page is here, and nobody reads the one before any more
       page.prepare(raw(i));
-      if (two_raw) fetch(i + 2 - half);
+      if (i == share.begin || !two_raw) page.fetch_list();
+      if (ahead) fetch(next, entries[pages.number(next) % 2]);
       if constexpr (C::turned) place_angles<C>(format.turns, pages.number(i) * kPage, runs);
       ptx::meet<kBarrier, C::unpack_threads>();
     }
     ring.wait_empty();
     page.unpack(half, ring.keys(), ring.values(), ring.values() + C::value_tile_bytes, kPart, kParts);
     if (page.has_outliers()) {
+      if (fresh) {  // this page's list, where it was not there before, and what fetch_list() needs of the next one
+        ptx::async_commit();
+        ptx::async_wait<0>();
+      }
       ptx::meet<kBarrier, C::unpack_threads>();
       page.add_outliers(ring.keys(), ring.values(), half * kStageTokens + kStageTokens / kParts * kPart,
                         kStageTokens / kParts);
+      if (ahead) page.fetch_list();
     }
     if constexpr (C::turned) {
       ptx::meet<kBarrier, C::unpack_threads>();
@@ -90,9 +101,9 @@ __device__ __forceinline__ void unpack_block_stages(const DecodeArgs& args, cons
       CoreTurner<C>(angles, format, ring.keys(), kPart, kParts).run();
     }
     ring.give_full();
-    if (!two_raw && half == 1) {
+    if (!two_raw && half == 1 && i + 1 < coded_end) {
       ptx::meet<kBarrier, C::unpack_threads>();
-      fetch(i + 1);
+      fetch(i + 1, entries[pages.number(i + 1) % 2]);
     }
   }
 #pragma unroll 1

@@ -5,7 +5,7 @@
 // matrix, one store wherever the row belongs. Eight lanes fill a core matrix, which meets every bank once.
 #pragma once
 
-#include "cuda/block_page.cuh"
+#include "cuda/block_slots.cuh"
 #include "cuda/prefill_tiles.cuh"
 
 namespace kvant::cuda {
@@ -49,7 +49,9 @@ struct BlockAheadConfig {
   static constexpr int barrier_offset = keys_offset + buffers * tile_bytes;
   static constexpr int row_ends_offset = barrier_offset + buffers * 16;
   static constexpr int angles_offset = BlockWork(row_ends_offset + vectors * 4).end;
-  static constexpr int raw_offset = angles_offset + (Turned ? block_angle_bytes(KeyDim) : 0);
+  static constexpr int slots_offset = angles_offset + (Turned ? block_angle_bytes(KeyDim) : 0);
+  static constexpr int entries_offset = slots_offset + 2 * SlotRoom::bytes;  // of the page table, of two pages by turns
+  static constexpr int raw_offset = entries_offset + 16;
   static_assert(raw_offset % 16 == 0);
 
   KVANT_BOTH static constexpr BlockWork work() { return BlockWork(row_ends_offset + vectors * 4); }
@@ -113,8 +115,8 @@ class OctetDequantizer {
 
 // BlockPage's sequence of calls. part of parts (1, 2 or 4): of a stage's tokens, cut in their order.
 template <class C>
-class CorePage : public BlockPage<C, CoreElements<C>> {
-  using Page = BlockPage<C, CoreElements<C>>;
+class CorePage : public BlockPage<C, CoreElements<C>, ListedSlots<C>> {
+  using Page = BlockPage<C, CoreElements<C>, ListedSlots<C>>;
   using Page::f_;
   using Page::grids_;
   using Page::planes_;
@@ -122,6 +124,11 @@ class CorePage : public BlockPage<C, CoreElements<C>> {
 
  public:
   using Page::Page;
+
+  // Starts to copy the list of outliers of the page that was fetched last.
+  __device__ void fetch_list() const {
+    if (f_.value.outliers.slots > 0) this->slots_.fetch_list(f_);
+  }
 
   // tokens: where those of the part go, a byte per place, if they have an order.
   __device__ __forceinline__ void unpack(int half, std::uint8_t* keys, std::uint8_t* values, std::uint8_t* tokens,

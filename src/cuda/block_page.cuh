@@ -52,12 +52,66 @@ class BlockDequantizer {
   float low_[4], width_[4];
 };
 
+// A slot of the values' list: value, channel and place in one word.
+__device__ __forceinline__ std::uint32_t load_outlier(const BlockOutliers& list, const std::uint8_t* page, int slot) {
+  return *reinterpret_cast<const std::uint16_t*>(page + list.value_offset + 2 * slot) |
+         static_cast<std::uint32_t>(page[list.row_offset + slot]) << 16 |
+         static_cast<std::uint32_t>(page[list.depth_offset + slot]) << 24;
+}
+template <class Use>
+__device__ __forceinline__ void use_outlier(std::uint32_t slot, const Use& use) {
+  use(static_cast<std::uint16_t>(slot & 0xFFFFU), static_cast<int>(slot >> 16 & 0xFFU), static_cast<int>(slot >> 24));
+}
+
+// The head's part of the values' list in registers: a thread has some of it from prepare() on, for its way from memory
+// is long.
+template <class C>
+class HeldSlots {
+ public:
+  __device__ explicit HeldSlots(std::uint8_t* /*shared*/) {}
+
+  __device__ void fetch(const BlockFormat& format, const std::uint8_t* page, int head) {
+    next_page_ = page;
+    next_range_ = block_outlier_range(format, page, head);
+  }
+  __device__ void prepare(const BlockFormat& format) {
+    page_ = next_page_;
+    range_ = next_range_;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int slot = range_.begin + C::unpack_thread() + i * C::unpack_threads;
+      if (slot < range_.end) held_[i] = load_outlier(format.value.outliers, page_, slot);
+    }
+  }
+  // use(value, channel, place)
+  template <class Use>
+  __device__ __forceinline__ void for_each(const BlockFormat& format, const Use& use) const {
+    const int first = range_.begin + C::unpack_thread();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (first + i * C::unpack_threads < range_.end) use_outlier(held_[i], use);
+    }
+    for (int slot = first + kHeld * C::unpack_threads; slot < range_.end; slot += C::unpack_threads) {
+      use_outlier(load_outlier(format.value.outliers, page_, slot), use);
+    }
+  }
+
+ private:
+  static constexpr int kHeld = 2;
+
+  const std::uint8_t* page_ = nullptr;
+  const std::uint8_t* next_page_ = nullptr;
+  BlockRange range_, next_range_;
+  std::uint32_t held_[kHeld] = {};
+};
+
 // The page whose halves become tiles. Every thread that unpacks calls everything, in this order: fetch; once the copies
 // are here and these threads have met: prepare; meet; for each half what unpacks it, meet, add_outliers. A page may be
 // fetched to where another one lies once they have met after that.
 //
 // Elements: key(tile, place, channel) and value(tile, place, channel) are where an element of a tile of 64 places is.
-template <class C, class Elements>
+// Slots: the head's outliers among the values, whose list lies outside of its block (HeldSlots).
+template <class C, class Elements, class Slots>
 class BlockPage {
  public:
   __device__ BlockPage(const BlockFormat& format, const BlockWork& at, std::uint8_t* shared, int head)
@@ -65,42 +119,32 @@ class BlockPage {
         head_(head),
         tokens_(shared + at.tokens),
         planes_(reinterpret_cast<BlockPlane*>(shared + at.planes)),
-        grids_(reinterpret_cast<float2*>(shared + at.grids)) {}
+        grids_(reinterpret_cast<float2*>(shared + at.grids)),
+        slots_(shared) {}
 
   // The token in each place; null where they are in order.
   __device__ const std::uint8_t* tokens() const { return f_.tokens_offset < 0 ? nullptr : tokens_; }
 
   // block: the head's in global memory. raw: where it goes.
   __device__ void fetch(const std::uint8_t* block, std::uint8_t* raw) {
-    next_page_ = block - static_cast<std::int64_t>(head_) * f_.head_bytes;
+    const std::uint8_t* page = block - static_cast<std::int64_t>(head_) * f_.head_bytes;
     copy(raw, block, f_.head_bytes);
-    if (f_.value.shared_grid != 0) copy(raw + f_.head_bytes, next_page_ + f_.value.min_offset, kPage * 4);
-    if (f_.value.outliers.slots > 0) next_range_ = block_outlier_range(f_, next_page_, head_);
+    if (f_.value.shared_grid != 0) copy(raw + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
+    if (f_.value.outliers.slots > 0) slots_.fetch(f_, page, head_);
   }
 
   // The page that was fetched last.
   __device__ void prepare(const std::uint8_t* raw) {
-    const bool first = page_ == nullptr;
-    const int thread = C::unpack_thread();
+    const bool first = raw_ == nullptr;
     raw_ = raw;
-    page_ = next_page_;
-    range_ = next_range_;
-    if (f_.value.outliers.slots > 0) {
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int slot = range_.begin + thread + i * C::unpack_threads;
-        if (slot < range_.end) held_[i] = load_slot(slot);
-      }
-    }
-    if (f_.tokens_offset >= 0) tokens_[thread] = raw_[f_.tokens_offset + thread];
+    if (f_.value.outliers.slots > 0) slots_.prepare(f_);
+    if (f_.tokens_offset >= 0) tokens_[C::unpack_thread()] = raw_[f_.tokens_offset + C::unpack_thread()];
     prepare_tile(f_.key, 0, 0, first);
     if (f_.rest.rows > 0) prepare_tile(f_.rest, 1, kRestGrid, first);
     prepare_tile(f_.value, 2, kValueGrid, first);
   }
 
-  __device__ bool has_outliers() const {
-    return f_.key.outliers.slots > 0 || f_.value.outliers.slots > 0;
-  }
+  __device__ bool has_outliers() const { return f_.key.outliers.slots > 0 || f_.value.outliers.slots > 0; }
   // Those of the places [begin, begin + count) of the page, whose first 64, or last, are in the tiles.
   __device__ void add_outliers(std::uint8_t* keys, std::uint8_t* values, int begin, int count) {
     const BlockOutliers& list = f_.key.outliers;
@@ -115,33 +159,19 @@ class BlockPage {
       if ((below | above) & is_among(place, begin, count)) *elements_.key(keys, place % kStageTokens, channel) = raw;
     }
     if (f_.value.outliers.slots == 0) return;
-    const auto store = [&](std::uint32_t slot) {
-      const int place = static_cast<int>(slot >> 24);
-      if (!is_among(place, begin, count)) return;
-      *elements_.value(values, place % kStageTokens, static_cast<int>(slot >> 16 & 0xFFU)) =
-          static_cast<std::uint16_t>(slot & 0xFFFFU);
-    };
-    const int first = range_.begin + C::unpack_thread();
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (first + i * C::unpack_threads < range_.end) store(held_[i]);
-    }
-    for (int slot = first + kHeld * C::unpack_threads; slot < range_.end; slot += C::unpack_threads) {
-      store(load_slot(slot));
-    }
+    slots_.for_each(f_, [&](std::uint16_t x, int channel, int place) {
+      if (is_among(place, begin, count)) *elements_.value(values, place % kStageTokens, channel) = x;
+    });
   }
 
  protected:
   static constexpr int kRestGrid = 256;
   static constexpr int kValueGrid = 512;
-  static constexpr int kHeld = 2;  // slots that a thread keeps from prepare() on: their way from memory is long
 
   static __device__ __forceinline__ std::uint16_t load16(const std::uint8_t* from) {
     return *reinterpret_cast<const std::uint16_t*>(from);
   }
-  static __device__ __forceinline__ float widen(std::uint16_t x) {
-    return ptx::widen2<C::bfloat>(x).x;
-  }
+  static __device__ __forceinline__ float widen(std::uint16_t x) { return ptx::widen2<C::bfloat>(x).x; }
 
   const BlockFormat& f_;
   int head_;
@@ -150,6 +180,7 @@ class BlockPage {
   float2* grids_;
   const std::uint8_t* raw_ = nullptr;
   Elements elements_{f_};
+  Slots slots_;
 
  private:
   static __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) {
@@ -191,19 +222,6 @@ class BlockPage {
       grids_[grid + i] = BlockDequantizer::place_grid(low, range * rate(i), tile.wide != 0);
     }
   }
-
-  // A slot of the values' list: value, channel and place in one word.
-  __device__ __forceinline__ std::uint32_t load_slot(int slot) const {
-    const BlockOutliers& list = f_.value.outliers;
-    return load16(page_ + list.value_offset + 2 * slot) |
-           static_cast<std::uint32_t>(page_[list.row_offset + slot]) << 16 |
-           static_cast<std::uint32_t>(page_[list.depth_offset + slot]) << 24;
-  }
-
-  const std::uint8_t* page_ = nullptr;
-  const std::uint8_t* next_page_ = nullptr;
-  BlockRange range_, next_range_;
-  std::uint32_t held_[kHeld] = {};
 };
 
 }  // namespace kvant::cuda

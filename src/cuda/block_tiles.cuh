@@ -53,8 +53,8 @@ struct UnitElements {
 };
 
 template <class C>
-class UnitPage : public BlockPage<C, UnitElements<C>> {
-  using Page = BlockPage<C, UnitElements<C>>;
+class UnitPage : public BlockPage<C, UnitElements<C>, HeldSlots<C>> {
+  using Page = BlockPage<C, UnitElements<C>, HeldSlots<C>>;
   using Page::f_;
   using Page::grids_;
   using Page::planes_;

@@ -89,8 +89,11 @@ class CodedPages {
   __device__ int number(int i) const {
     return (first_ + i) >> 1;
   }
+  __device__ const std::int32_t* entry_at(int i) const {
+    return table_ + number(i);
+  }
   __device__ std::int32_t entry(int i) const {
-    return table_[number(i)];
+    return *entry_at(i);
   }
   __device__ const std::uint8_t* data(const DecodeArgs& args, std::int32_t entry) const {
     return pages_ + entry * args.page_stride;

@@ -164,10 +164,13 @@ __device__ __forceinline__ std::uint32_t narrow2(float low, float high) {
   }
 }
 
-// ---- copies of 16 bytes per thread (sm_80)
+// ---- copies of 16 or 4 bytes per thread (sm_80)
 
 __device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_copy4(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

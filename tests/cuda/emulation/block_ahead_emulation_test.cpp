@@ -95,6 +95,8 @@ std::vector<std::uint8_t> unpack_in_parts(const Problem& problem, int parts) {
     ptx::async_wait<0>();
     ptx::meet<kBarrier, C::unpack_threads>();
     page.prepare(shared + C::raw_offset);
+    page.fetch_list();
+    ptx::async_wait<0>();
     if constexpr (C::turned) place_angles<C>(format.turns, 0, runs);
     for (int half = 0; half < 2; ++half) {
       for (int part = 0; part < parts; ++part) {

@@ -14,15 +14,21 @@ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - shared);
 }
 // Copies come as late as they may; until then there are NaNs in their place.
+inline void async_copy(std::uint32_t to, const void* from, std::size_t bytes) {
+  std::memset(shared + to, 0xFF, bytes);
+  emulation::current->copies.push_back({shared + to, from, bytes});
+}
 inline void async_copy16(std::uint32_t to, const void* from) {
-  std::memset(shared + to, 0xFF, 16);
-  emulation::current->copies.push_back({shared + to, from});
+  async_copy(to, from, 16);
+}
+inline void async_copy4(std::uint32_t to, const void* from) {
+  async_copy(to, from, 4);
 }
 inline void async_commit() {}
 template <int Pending>
 void async_wait() {
   static_assert(Pending == 0);
-  for (const auto& [to, from] : emulation::current->copies) std::memcpy(to, from, 16);
+  for (const auto& [to, from, bytes] : emulation::current->copies) std::memcpy(to, from, bytes);
   emulation::current->copies.clear();
 }
 
