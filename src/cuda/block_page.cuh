@@ -185,6 +185,7 @@ class BlockPage {
  private:
   static __device__ void copy(std::uint8_t* to, const std::uint8_t* from, int bytes) {
     const std::uint32_t address = ptx::shared_address(to);
+#pragma unroll 1
     for (int i = C::unpack_thread() * 16; i < bytes; i += C::unpack_threads * 16) {
       ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
     }

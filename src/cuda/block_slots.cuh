@@ -79,6 +79,7 @@ class ListedSlots {
   static __device__ __forceinline__ void copy(const std::uint8_t* to, const std::uint8_t* page, int offset, int bytes) {
     const std::uint32_t address = ptx::shared_address(to);
     const int begin = offset & ~3;
+#pragma unroll 1
     for (int i = C::unpack_thread() * 4; i < offset + bytes - begin; i += C::unpack_threads * 4) {
       ptx::async_copy4(address + static_cast<std::uint32_t>(i), page + begin + i);
     }
