@@ -50,9 +50,9 @@ class ListedSlots {
     const BlockOutliers& list = format.value.outliers;
     const std::uint8_t* at = room(current_);
     const BlockRange range = range_of(at);
-    const std::uint8_t* values = at + SlotRoom::values + (list.value_offset + 2 * range.begin) % 4;
-    const std::uint8_t* channels = at + SlotRoom::channels + (list.row_offset + range.begin) % 4;
-    const std::uint8_t* places = at + SlotRoom::places + (list.depth_offset + range.begin) % 4;
+    const std::uint8_t* values = at + SlotRoom::values + ((list.value_offset + 2 * range.begin) & 3);
+    const std::uint8_t* channels = at + SlotRoom::channels + ((list.row_offset + range.begin) & 3);
+    const std::uint8_t* places = at + SlotRoom::places + ((list.depth_offset + range.begin) & 3);
     int i = C::unpack_thread();
 #pragma unroll 1
     for (; i < min(range.count(), SlotRoom::slots); i += C::unpack_threads) {
