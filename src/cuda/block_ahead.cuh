@@ -38,81 +38,129 @@ class BlockPlaces {
   const BlockFormat& format_;
 };
 
+// The warpgroup that unpacks: a page's bytes, its entry in the page table and the list of its outliers are on their way
+// while the page before it becomes tiles, where there is room for two.
 template <class C>
-__device__ __forceinline__ void unpack_block_stages(const DecodeArgs& args, const BlockFormat& format,
-                                                    const StageList& stages, const Share& share, int kv_head,
-                                                    std::uint8_t* shared) {
-  constexpr int kBarrier = 1;
-  constexpr int kPart = 0;
-  constexpr int kParts = 1;
-  CorePage<C> page(format, C::work(), shared, kv_head);
-  TileRing<C> ring(shared);
-  const int coded_end = min(share.end, stages.coded());
-  const CodedPages pages = stages.pages();
-  const bool two_raw = C::raw_slots(format) == 2;
-  [[maybe_unused]] auto* const runs = reinterpret_cast<float2*>(shared + C::angles_offset);
-  const auto raw = [&](int i) {
-    return shared + C::raw_offset + (two_raw ? pages.number(i) % 2 : 0) * block_slot_bytes(format);
-  };
-  // The entry of the page table that the next page needs comes with the page before it.
-  auto* const entries = reinterpret_cast<std::int32_t*>(shared + C::entries_offset);
-  const auto next_page = [&](int i) { return i + 2 - pages.half(i); };
-  const auto fetch = [&](int at, std::int32_t entry) {
-    page.fetch(pages.data(args, entry), raw(at));
-    const int next = next_page(at);
-    if (next < coded_end && C::unpack_thread() == 0) {
-      ptx::async_copy4(ptx::shared_address(entries + pages.number(next) % 2), pages.entry_at(next));
-    }
-  };
-  int i = share.begin;
-  if (i < coded_end) fetch(i, pages.entry(i));
+class BlockUnpacker {
+ public:
+  __device__ BlockUnpacker(const DecodeArgs& args, const BlockFormat& format, const StageList& stages,
+                           const Share& share, int kv_head, std::uint8_t* shared)
+      : args_(args),
+        format_(format),
+        stages_(stages),
+        share_(share),
+        shared_(shared),
+        page_(format, C::work(), shared, kv_head),
+        ring_(shared),
+        pages_(stages.pages()),
+        coded_end_(min(share.end, stages.coded())),
+        two_raw_(C::raw_slots(format) == 2) {}
+
+  __device__ __forceinline__ void run() {
+    int i = share_.begin;
+    if (i < coded_end_) fetch(i, pages_.entry(i));
 #pragma unroll 1
-  for (; i < coded_end; ++i, ring.advance()) {
-    const int half = pages.half(i);
-    const bool fresh = i == share.begin || half == 0;
-    const int next = next_page(i);
-    const bool ahead = fresh && two_raw && next < coded_end;
-    if (fresh) {
-      ptx::async_commit();
-      ptx::async_wait<0>();
-      ptx::meet<kBarrier, C::unpack_threads>();  // the page is here, and nobody reads the one before any more
-      page.prepare(raw(i));
-      if (i == share.begin || !two_raw) page.fetch_list();
-      if (ahead) fetch(next, entries[pages.number(next) % 2]);
-      if constexpr (C::turned) place_angles<C>(format.turns, pages.number(i) * kPage, runs);
-      ptx::meet<kBarrier, C::unpack_threads>();
-    }
-    ring.wait_empty();
-    page.unpack(half, ring.keys(), ring.values(), ring.values() + C::value_tile_bytes, kPart, kParts);
-    if (page.has_outliers()) {
-      if (fresh) {  // this page's list, where it was not there before, and what fetch_list() needs of the next one
-        ptx::async_commit();
-        ptx::async_wait<0>();
+    for (; i < coded_end_; ++i, ring_.advance()) {
+      const bool fresh = i == share_.begin || pages_.half(i) == 0;
+      if (fresh) begin_page(i);
+      ring_.wait_empty();
+      page_.unpack(pages_.half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes, kPart, kParts);
+      if (page_.has_outliers()) add_outliers(i, fresh);
+      if constexpr (C::turned) turn_keys(pages_.half(i));
+      ring_.give_full();
+      if (!two_raw_ && pages_.half(i) == 1 && i + 1 < coded_end_) {
+        meet();
+        fetch_next(i);
       }
-      ptx::meet<kBarrier, C::unpack_threads>();
-      page.add_outliers(ring.keys(), ring.values(), half * kStageTokens + kStageTokens / kParts * kPart,
-                        kStageTokens / kParts);
-      if (ahead) page.fetch_list();
     }
-    if constexpr (C::turned) {
-      ptx::meet<kBarrier, C::unpack_threads>();
-      const std::uint8_t* tokens = page.tokens() == nullptr ? nullptr : page.tokens() + half * kStageTokens;
-      const StageAngles angles{format.turns, runs, tokens, half * kStageTokens};
-      CoreTurner<C>(angles, format, ring.keys(), kPart, kParts).run();
-    }
-    ring.give_full();
-    if (!two_raw && half == 1 && i + 1 < coded_end) {
-      ptx::meet<kBarrier, C::unpack_threads>();
-      fetch(i + 1, entries[pages.number(i + 1) % 2]);
-    }
-  }
 #pragma unroll 1
-  for (; i < share.end; ++i, ring.advance()) {
-    ring.wait_empty();
-    PageTiles<C, WgmmaEngine<C>>::copy_exact(stages.get(i).data, ring.keys(), ring.values());
-    ring.give_full();
+    for (; i < share_.end; ++i, ring_.advance()) {
+      ring_.wait_empty();
+      PageTiles<C, WgmmaEngine<C>>::copy_exact(stages_.get(i).data, ring_.keys(), ring_.values());
+      ring_.give_full();
+    }
   }
-}
+
+ private:
+  // What of a stage's tokens this block unpacks.
+  static constexpr int kPart = 0;
+  static constexpr int kParts = 1;
+
+  static __device__ __forceinline__ void meet() {
+    ptx::meet<1, C::unpack_threads>();
+  }
+  static __device__ __forceinline__ void wait_for_copies() {
+    ptx::async_commit();
+    ptx::async_wait<0>();
+  }
+
+  // The first stage of the page after that of stage i.
+  __device__ __forceinline__ int next_page(int i) const {
+    return i + 2 - pages_.half(i);
+  }
+  __device__ __forceinline__ bool has_next(int i) const {
+    return next_page(i) < coded_end_;
+  }
+  // Of two pages by turns.
+  __device__ __forceinline__ std::int32_t* entry_of(int i) const {
+    return reinterpret_cast<std::int32_t*>(shared_ + C::entries_offset) + pages_.number(i) % 2;
+  }
+  __device__ __forceinline__ std::uint8_t* raw_of(int i) const {
+    return shared_ + C::raw_offset + (two_raw_ ? pages_.number(i) % 2 : 0) * block_slot_bytes(format_);
+  }
+  __device__ __forceinline__ float2* runs() const {
+    return reinterpret_cast<float2*>(shared_ + C::angles_offset);
+  }
+
+  // The page of stage i, and the entry of the page table that the page after it needs.
+  __device__ __forceinline__ void fetch(int i, std::int32_t entry) {
+    page_.fetch(pages_.data(args_, entry), raw_of(i));
+    if (has_next(i) && C::unpack_thread() == 0) {
+      ptx::async_copy4(ptx::shared_address(entry_of(next_page(i))), pages_.entry_at(next_page(i)));
+    }
+  }
+  __device__ __forceinline__ void fetch_next(int i) {
+    fetch(next_page(i), *entry_of(next_page(i)));
+  }
+
+  __device__ __forceinline__ void begin_page(int i) {
+    wait_for_copies();
+    meet();  // the page is here, and nobody reads the one before any more
+    page_.prepare(raw_of(i));
+    if (i == share_.begin || !two_raw_) page_.fetch_list();
+    if (two_raw_ && has_next(i)) fetch_next(i);
+    if constexpr (C::turned) place_angles<C>(format_.turns, pages_.number(i) * kPage, runs());
+    meet();
+  }
+
+  // fresh: this is the page's first stage here. Its list may have to come yet, and so may what fetch_list() needs of
+  // the next one.
+  __device__ __forceinline__ void add_outliers(int i, bool fresh) {
+    if (fresh) wait_for_copies();
+    meet();
+    page_.add_outliers(ring_.keys(), ring_.values(), pages_.half(i) * kStageTokens + kStageTokens / kParts * kPart,
+                       kStageTokens / kParts);
+    if (fresh && two_raw_ && has_next(i)) page_.fetch_list();
+  }
+
+  __device__ __forceinline__ void turn_keys(int half) {
+    meet();
+    const std::uint8_t* tokens = page_.tokens() == nullptr ? nullptr : page_.tokens() + half * kStageTokens;
+    const StageAngles angles{format_.turns, runs(), tokens, half * kStageTokens};
+    CoreTurner<C>(angles, format_, ring_.keys(), kPart, kParts).run();
+  }
+
+  const DecodeArgs& args_;
+  const BlockFormat& format_;
+  const StageList& stages_;
+  const Share& share_;
+  std::uint8_t* shared_;
+  CorePage<C> page_;
+  TileRing<C> ring_;
+  CodedPages pages_;
+  int coded_end_;
+  bool two_raw_;
+};
 #endif
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
@@ -142,7 +190,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
   if (group == C::warps / 4) {
     ptx::lower_registers<C::unpack_registers>();
-    unpack_block_stages<C>(args, format, stages, share, block.segment.kv_head, shared);
+    BlockUnpacker<C>(args, format, stages, share, block.segment.kv_head, shared).run();
     return;
   }
   ptx::raise_registers<C::multiply_registers>();

@@ -5,7 +5,7 @@
 // matrix, one store wherever the row belongs. Eight lanes fill a core matrix, which meets every bank once.
 #pragma once
 
-#include "cuda/block_slots.cuh"
+#include "cuda/block_outliers.cuh"
 #include "cuda/prefill_tiles.cuh"
 
 namespace kvant::cuda {
