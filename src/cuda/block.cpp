@@ -53,14 +53,15 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
     if (kernel.before_rope != (format.before_rope != 0)) continue;
-    const bool few = kernel.key_dim != 0;
-    if (few && kernel.key_dim != device.key.dim) continue;
+    if (kernel.key_dim != 0 && kernel.key_dim != device.key.dim) continue;
     const int bytes = kernel.shared_bytes(format);
-    if (bytes > most || ((best || strict) && few != want_few)) continue;
-    best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,
+    if (bytes > most || ((best || strict) && kernel.few != want_few)) continue;
+    if (best && best->wgmma && best->few == want_few) continue;
+    if (kernel.wgmma && !runs_wgmma(kernel.function)) continue;
+    best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  kernel.wgmma,
                          kernel.function, kernel.vectors, kernel.threads, bytes};
     best->block = true;
-    best->few = few;
+    best->few = kernel.few;
   }
   return best;
 }

@@ -82,11 +82,25 @@ void lift_narrow_codes(BlockTile& tile) {
   }
 }
 
-// Of planes of one width everywhere the 4 bits come first, then 2, then 1.
+// Planes lie over all depth indices or the first ones.
+void place_rates(BlockTile& tile) {
+  if (tile.counts_offset >= 0) return;
+  const auto rate = [&](int i) {
+    return 1.0F / static_cast<float>(block_levels(tile, tile.planes, i) << block_lift(tile, i));
+  };
+  tile.rates[0] = tile.rates[1] = rate(0);
+  for (tile.rate_change = tile.depth; tile.rate_change > 0 && rate(tile.rate_change - 1) != tile.rates[0];) {
+    tile.rates[1] = rate(--tile.rate_change);
+  }
+}
+
+// Channels in an order of their own: only `any` looks for them. Of planes of one width everywhere the 4 bits come
+// first, then 2, then 1.
 BlockCodes codes_of(const BlockTile& tile) {
   const auto plane = [&](int i, int bits, int shift) {
     return i < tile.plane_count && tile.planes[i].bits == bits && tile.planes[i].shift == shift;
   };
+  if (tile.order_offset >= 0) return BlockCodes::any;
   if (tile.table_bits == 2) return BlockCodes::table2;
   if (tile.table_bits == 3) return BlockCodes::table3;
   if (tile.table_bits == 4) return BlockCodes::table4;
@@ -110,7 +124,10 @@ BlockFormat make_block_format(const Recipe& recipe, const CacheShape& shape) {
   if (layout.key_rest.rows > 0) format.rest = make_tile(layout.key_rest, layout.key.rows);
   format.value = make_tile(layout.value, 0);
   lift_narrow_codes(format.value);
-  for (BlockTile* tile : {&format.key, &format.rest, &format.value}) tile->codes = codes_of(*tile);
+  for (BlockTile* tile : {&format.key, &format.rest, &format.value}) {
+    tile->codes = codes_of(*tile);
+    if (tile->depth > 0) place_rates(*tile);
+  }
   format.head_bytes = narrow(layout.head_bytes);
   format.page_bytes = narrow(layout.page_bytes);
   format.kv_heads = shape.kv_heads;

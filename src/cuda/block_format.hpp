@@ -70,6 +70,10 @@ struct BlockTile {
   std::int32_t shared_grid = 0;
   std::int32_t levels = 0;  // steps of the grid; 0: depth indices differ
   float rate = 0;           // 1 / levels
+  // One part of the range in a step of the grid, before depth index rate_change and from there on; 0: that follows from
+  // the counts. With codes as `lift` has them read.
+  float rates[2] = {};
+  std::int32_t rate_change = 0;
   // Values with wider tokens: codes of depth indices from lift_from on are read `lift` bits up, so that all steps are
   // about as long. The product rounds weights relative to the longest.
   std::int32_t lift = 0;
@@ -252,26 +256,41 @@ KVANT_BOTH constexpr int block_half_bytes(const BlockFormat& format) {
   return keys > values ? keys : values;
 }
 
-// Shared memory of the kernel for many vectors (block_kernel.cuh), offsets in bytes. Queries come first.
-struct BlockShared {
-  int keys = 0;    // tile of 64 tokens
-  int values = 0;  // the same
-  int grids = 0;   // float2 per depth index: 256 of key, 256 of rest, 128 of value
+// Of keys before RoPE: float2 per 16 tokens of a page and pair of channels.
+KVANT_BOTH constexpr int block_angle_bytes(int key_dim) {
+  return kPage / kTile * (key_dim / 2) * 8;
+}
+
+// What kernels for many vectors have of a page beside its bytes, offsets in shared memory.
+struct BlockWork {
+  int grids = 0;  // float2 per depth index: 256 of key, 256 of rest, 128 of value
   int planes = 0;
   int tokens = 0;
-  int raw = 0;
-  int angles = 0;  // keys before RoPE: float2 per 16 tokens of the page and pair
-  int bytes = 0;
+  int end = 0;
 
-  KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors) {
-    keys = vectors * format.key.depth * 2;
-    values = keys + kPage / 2 * format.key.depth * 2;
-    grids = values + kPage / 2 * format.value.rows * 2;
+  KVANT_BOTH constexpr explicit BlockWork(int begin) {
+    grids = begin;
     planes = grids + (256 + 256 + kPage) * 8;
     tokens = planes + 3 * kBlockPlanes * 16;
-    raw = tokens + kPage;
+    end = tokens + kPage;
+  }
+};
+
+// Shared memory of block_kernel.cuh, offsets in bytes. Queries come first, then the tiles of 64 tokens.
+struct BlockShared : BlockWork {
+  int keys = 0;
+  int values = 0;
+  int raw = 0;
+  int angles = 0;  // of keys before RoPE
+  int bytes = 0;
+
+  KVANT_BOTH constexpr BlockShared(const BlockFormat& format, int vectors)
+      : BlockWork((vectors * format.key.depth + kPage / 2 * (format.key.depth + format.value.rows)) * 2) {
+    keys = vectors * format.key.depth * 2;
+    values = keys + kPage / 2 * format.key.depth * 2;
+    raw = end;
     angles = raw + block_slot_bytes(format);
-    bytes = angles + (format.before_rope != 0 ? kPage / kTile * (format.key.depth / 2) * 8 : 0);
+    bytes = angles + (format.before_rope != 0 ? block_angle_bytes(format.key.depth) : 0);
   }
 };
 

@@ -99,13 +99,13 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   // Weights need a positive factor, which the maximum passes through.
   const float scale = args.scale * kLog2e;
   const bool rescale = args.softcap > 0 || !(scale > 0);
-  BlockPage<C> page(format, at, shared, segment.kv_head);
+  UnitPage<C> page(format, at, shared, segment.kv_head);
   const std::uint8_t* fetched = nullptr;
   bool rotated = false;  // outputs so far
   Stage next;
   if (share.begin < share.end) next = stages.get(share.begin);
   const auto fetch = [&] {
-    if (next.coded && next.data != fetched) page.fetch(next.data);
+    if (next.coded && next.data != fetched) page.fetch(next.data, shared + at.raw);
     ptx::async_commit();
   };
   fetch();
@@ -117,19 +117,23 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     if (stage.coded) {
       if (stage.data != fetched) {
         fetched = stage.data;
-        page.prepare();
-        if constexpr (C::turned) place_angles<C>(format.turns, stage.position & -kPage, at, shared);
+        page.prepare(shared + at.raw);
+        if constexpr (C::turned) {
+          place_angles<C>(format.turns, stage.position & -kPage, reinterpret_cast<float2*>(shared + at.angles));
+        }
         __syncthreads();
       }
-      page.unpack(half);
+      page.unpack(half, shared + at.keys, shared + at.values);
       if (page.has_outliers()) {
         __syncthreads();
-        page.add_outliers(half);
+        page.add_outliers(shared + at.keys, shared + at.values, half * kStageTokens, kStageTokens);
       }
       if constexpr (C::turned) {
         __syncthreads();
         const std::uint8_t* tokens = page.tokens() == nullptr ? nullptr : page.tokens() + half * kStageTokens;
-        KeyTurner<C>(format.turns, at, shared, tokens, half * kStageTokens, key_tiles).run();
+        const StageAngles angles{format.turns, reinterpret_cast<const float2*>(shared + at.angles), tokens,
+                                 half * kStageTokens};
+        KeyTurner<C>(angles, format, shared + at.keys).run();
       }
       rotated = format.value.rotation > 1;
     } else {
@@ -150,9 +154,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
         stage.coded && page.tokens() != nullptr ? page.tokens() + half * kStageTokens : nullptr;
     const int low = tokens != nullptr ? stage.position & -kPage : stage.position;
     const int high = low + (tokens != nullptr ? kPage : kStageTokens);
-    const bool whole = high <= min(block.fewest, stage.end) && low >= stage.first &&
-                       (args.window == 0 || low >= block.most - args.window);
-    if (!whole) hide_places<C>(args, stage, tokens, state, s);
+    if (!block.sees_all(args.window, stage, low, high)) hide_places<C>(args, stage, tokens, state, s);
     soften<C>(state, s, rescale ? 1.0F : scale);
     multiply_value_tiles<C>(UnitTiles{shared + at.values, C::value_tiles}, s, state);
   }

@@ -31,13 +31,6 @@ const std::vector<PrefillKernel>& all() {
   return kernels;
 }
 
-// Whether the device runs the machine code of sm_90a and not that of another architecture in the same build.
-bool runs_wgmma(const PrefillKernel& kernel) {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, kernel.function), "attributes of the prefill kernel");
-  return attributes.binaryVersion == 90;
-}
-
 template <bool Bfloat>
 struct MergeConfig {
   static constexpr bool bfloat = Bfloat;
@@ -106,6 +99,12 @@ std::span<const PrefillKernel> prefill_kernels() {
   return all();
 }
 
+bool runs_wgmma(const void* function) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, function), "attributes of the prefill kernel");
+  return attributes.binaryVersion == 90;
+}
+
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
   const PrefillKernel* best = nullptr;
   for (const PrefillKernel& kernel : all()) {
@@ -114,7 +113,7 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
     const bool values = kernel.value.bits == format.value.bits && kernel.value.dim == format.value.dim;
     if (!keys || !values || kernel.rotation != format.rotation || kernel.bfloat != format.bfloat) continue;
     if (kernel.shared(format.key.bytes()) > static_cast<std::size_t>(most_shared_bytes())) continue;
-    if (kernel.wgmma ? runs_wgmma(kernel) : best == nullptr) best = &kernel;
+    if (kernel.wgmma ? runs_wgmma(kernel.function) : best == nullptr) best = &kernel;
   }
   return best;
 }

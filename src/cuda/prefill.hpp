@@ -41,6 +41,8 @@ struct PrefillSplit {
 // The best for the current device; null where this build has no such kernel.
 const PrefillKernel* find_prefill_kernel(const DeviceFormat& format);
 std::span<const PrefillKernel> prefill_kernels();
+// Whether the current device runs the machine code of sm_90a and not that of another architecture in the same build.
+bool runs_wgmma(const void* function);
 
 // Raises the kernel's shared memory limit on the current device; not while capturing. Returns how many of its blocks
 // the device runs at once. key_bytes: of the pool's pages.

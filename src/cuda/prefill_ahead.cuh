@@ -113,18 +113,35 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
   }
 }
 
+// What multiply_stages is told of coded pages: how their values are rotated, and where their tokens are.
+template <class C>
+struct PagesInOrder {
+  static __device__ constexpr int rotation() { return C::rotation; }
+  // Whether every row of the block sees the whole stage.
+  static __device__ __forceinline__ bool is_whole(const VectorBlock& block, int window, const StageRange& stage,
+                                                  bool /*coded*/) {
+    return block.sees_all(window, stage, stage.position, stage.position + kStageTokens);
+  }
+  static __device__ __forceinline__ void hide(const DecodeArgs& args, const StageRange& stage, bool /*coded*/,
+                                              const TileRing<C>& /*ring*/, const int (&row_ends)[2],
+                                              float (&s)[kStageTiles * 2][4]) {
+    hide_in_tile<C>(args, stage, row_ends, s);
+  }
+};
+
 // One warpgroup's row tiles over stages. While a row tile's scores become weights, the outputs of the one before are
 // under way, if that is another one; both products were started together, the scores first.
-template <class C>
+template <class C, class Pages>
 class StageMultiplier {
   using Engine = WgmmaEngine<C>;
 
  public:
   __device__ __forceinline__ StageMultiplier(const DecodeArgs& args, const VectorBlock& block, const StageList& stages,
-                                             int group, std::uint8_t* shared)
+                                             const Pages& pages, int group, std::uint8_t* shared)
       : args_(args),
         block_(block),
         stages_(stages),
+        pages_(pages),
         scale_(args.scale * kLog2e),
         rescale_(args.softcap > 0 || !(scale_ > 0)),
         ends_(reinterpret_cast<const int*>(shared + C::row_ends_offset)),
@@ -141,21 +158,21 @@ class StageMultiplier {
     next.wait_full();
     Engine::start_scores(queries_, keys(next), 0, s);
     wgmma::wait<0>();
-    weigh(i, 0, state, s, state.o[last], p);
+    weigh(next, i, 0, state, s, state.o[last], p);
 #pragma unroll 1
     for (; i < end; ++i) {  // of other forms ptxas serializes the products (C7512)
 #pragma unroll
       for (int m = 0; m < last; ++m) {
         Engine::start_scores(queries_, keys(ring_), m + 1, s);
         Engine::start_outputs(p, values(), state.o[m]);
-        weigh(i, m + 1, state, s, state.o[m], p);
+        weigh(ring_, i, m + 1, state, s, state.o[m], p);
       }
       if (i + 1 == end) break;
       next.advance();
       next.wait_full();
       Engine::start_scores(queries_, keys(next), 0, s);
       Engine::start_outputs(p, values(), state.o[last]);
-      weigh(i + 1, 0, state, s, state.o[last], p);
+      weigh(next, i + 1, 0, state, s, state.o[last], p);
       ring_.give_empty();
       ring_.advance();
     }
@@ -174,21 +191,21 @@ class StageMultiplier {
     return typename Engine::Values(ptx::shared_address(ring_.values()));
   }
 
-  // Row tile m's scores of stage i to weights. outputs: of the other product that may be under way.
-  __device__ __forceinline__ void weigh(int i, int m, PrefillState<C>& state, float (&s)[kStageTiles * 2][4],
-                                        float (&outputs)[C::value_tiles * 2][4], uint4 (&p)[kStageTiles]) const {
+  // Row tile m's scores of stage i, which `ring` is at, to weights. outputs: of the other product that may be under
+  // way.
+  __device__ __forceinline__ void weigh(const TileRing<C>& ring, int i, int m, PrefillState<C>& state,
+                                        float (&s)[kStageTiles * 2][4], float (&outputs)[C::value_tiles * 2][4],
+                                        uint4 (&p)[kStageTiles]) const {
     // Outputs of the same row tile must be there before they may be scaled.
     wgmma::wait<C::m_tiles == 1 ? 0 : 1>();
     if constexpr (C::m_tiles == 1) wgmma::settle(outputs);
     wgmma::settle(s);
     if (rescale_) scale_tile<C>(args_, scale_, s);
     const StageRange stage = stages_.range(i);
-    const bool whole = stage.position + kStageTokens <= min(block_.fewest, stage.end) &&
-                       stage.position >= stage.first &&
-                       (args_.window == 0 || stage.position >= block_.most - args_.window);
-    if (!whole) {
+    const bool coded = i < stages_.coded();
+    if (!pages_.is_whole(block_, args_.window, stage, coded)) {
       const int row_ends[2] = {ends_[vector_of<C>(m, 0)], ends_[vector_of<C>(m, 1)]};
-      hide_in_tile<C>(args_, stage, row_ends, s);
+      pages_.hide(args_, stage, coded, ring, row_ends, s);
     }
     // Weights need a positive factor, which the maximum passes through.
     soften_tile<C>(state, m, s, rescale_ ? 1.0F : scale_);
@@ -203,6 +220,7 @@ class StageMultiplier {
   const DecodeArgs& args_;
   const VectorBlock& block_;
   const StageList& stages_;
+  const Pages& pages_;
   float scale_;
   bool rescale_;
   const int* ends_;
@@ -210,17 +228,18 @@ class StageMultiplier {
   TileRing<C> ring_;
 };
 
-template <class C>
+template <class C, class Pages>
 __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const VectorBlock& block,
-                                                const StageList& stages, const Share& share, int group,
-                                                std::uint8_t* shared, PrefillState<C>& state) {
-  StageMultiplier<C> multiplier(args, block, stages, group, shared);
-  const int coded = C::rotation > 1 ? max(share.begin, min(share.end, stages.coded())) : share.begin;
-  if constexpr (C::rotation > 1) {
-    multiplier.run(share.begin, coded, state);
-    if (share.begin < coded) unrotate<C>(state, C::rotation);
+                                                const StageList& stages, const Share& share, const Pages& pages,
+                                                int group, std::uint8_t* shared, PrefillState<C>& state) {
+  StageMultiplier<C, Pages> multiplier(args, block, stages, pages, group, shared);
+  int turned = share.begin;  // stages before it need their outputs turned back
+  if (pages.rotation() > 1) {
+    turned = max(share.begin, min(share.end, stages.coded()));
+    multiplier.run(share.begin, turned, state);
+    if (share.begin < turned) unrotate<C>(state, pages.rotation());
   }
-  multiplier.run(coded, share.end, state);
+  multiplier.run(turned, share.end, state);
 }
 #endif
 
@@ -257,7 +276,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   if (group >= groups) return;
   PrefillState<C> state;
   state.reset();
-  multiply_stages<C>(args, block, stages, share, group, shared, state);
+  multiply_stages<C>(args, block, stages, share, PagesInOrder<C>(), group, shared, state);
   float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
   store_vectors<C>(args, block.segment, state, partial);
 #else

@@ -75,9 +75,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       Scores<C> s;
       Engine::multiply_keys(shared, s);
       if (rescale) scale_scores<C>(args, scale, s);
-      const bool whole = stage.position + kStageTokens <= min(block.fewest, stage.end) &&
-                         stage.position >= stage.first &&
-                         (args.window == 0 || stage.position >= block.most - args.window);
+      const bool whole = block.sees_all(args.window, stage, stage.position, stage.position + kStageTokens);
 #pragma unroll
       for (int m = 0; m < C::m_tiles && !whole; ++m) hide_in_tile<C>(args, stage, state.last[m], s[m]);
       soften<C>(state, s, rescale ? 1.0F : scale);

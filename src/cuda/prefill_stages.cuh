@@ -58,6 +58,10 @@ struct VectorBlock {
   }
   // The row of vector i of the block sees positions before this.
   __device__ int row_end(const DecodeArgs& args, int i) const { return before + (segment.vector0 + i) / args.group; }
+  // Whether every row sees all positions [low, high) that a stage has.
+  __device__ bool sees_all(int window, const StageRange& stage, int low, int high) const {
+    return high <= min(fewest, stage.end) && low >= stage.first && (window == 0 || low >= most - window);
+  }
   // Where this part's results go unfinished, `floats` of them.
   __device__ float* partial(const DecodeArgs& args, int floats) const {
     const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block();
@@ -85,8 +89,11 @@ class CodedPages {
   __device__ int number(int i) const {
     return (first_ + i) >> 1;
   }
+  __device__ const std::int32_t* entry_at(int i) const {
+    return table_ + number(i);
+  }
   __device__ std::int32_t entry(int i) const {
-    return table_[number(i)];
+    return *entry_at(i);
   }
   __device__ const std::uint8_t* data(const DecodeArgs& args, std::int32_t entry) const {
     return pages_ + entry * args.page_stride;

@@ -74,10 +74,12 @@ __device__ __forceinline__ int token_in(int n, int i) {
   return C::cells ? n + 8 * i : 8 * n + i;
 }
 
-// Hides tokens from rows that must not see them. row_ends: of the two rows, VectorBlock::row_end.
-template <class C>
-__device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const StageRange& stage, const int (&row_ends)[2],
-                                             float (&s)[kStageTiles * 2][4]) {
+// Hides tokens from rows that must not see them. row_ends: of the two rows, VectorBlock::row_end. position(n, i): that
+// of the token in slot 8n + i of the stage's tiles.
+template <class Position>
+__device__ __forceinline__ void hide_positions(const DecodeArgs& args, const StageRange& stage,
+                                               const int (&row_ends)[2], const Position& position,
+                                               float (&s)[kStageTiles * 2][4]) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -87,11 +89,17 @@ __device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const Stage
     for (int n = 0; n < kStageTiles * 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int at = stage.position + token_in<C>(n, 2 * t + i);
+        const int at = position(n, 2 * t + i);
         if (at < first || at >= last) s[n][2 * e + i] = kMinusInfinity;
       }
     }
   }
+}
+template <class C>
+__device__ __forceinline__ void hide_in_tile(const DecodeArgs& args, const StageRange& stage, const int (&row_ends)[2],
+                                             float (&s)[kStageTiles * 2][4]) {
+  const auto position = [&](int n, int i) { return stage.position + token_in<C>(n, i); };
+  hide_positions(args, stage, row_ends, position, s);
 }
 
 // How far scores may exceed the reference, in units of log2, before it is raised: nearly always it is their maximum in

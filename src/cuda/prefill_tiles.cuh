@@ -55,6 +55,9 @@ struct PrefillConfig {
   static constexpr int key_tile_bytes = cells   ? cell_tile_bytes(key.dim)
                                         : Wgmma ? key.dim / 8 * kKeyCoreStride
                                                 : kStageTokens * key.dim * 2;
+  // Of core matrices of a key tile (prefill_wgmma.cuh): to the next 8 channels, and to the next 8 tokens.
+  static constexpr int key_depth_stride = cells ? kCoreBytes : kKeyCoreStride;
+  static constexpr int key_row_stride = cells ? cell_stride(key.dim) : kCoreBytes;
   static constexpr int values_offset = keys_offset + key_tile_bytes;
   static constexpr int tile_bytes =
       key_tile_bytes + (cells ? cell_tile_bytes(value.dim) : kStageTokens * value.dim * 2);

@@ -1,9 +1,10 @@
 // Prefill on warpgroup matrix instructions (sm_90a): the tensor cores read tiles from shared memory by themselves,
 // which leaves its bandwidth and the registers to the rest.
 //
-// Tiles lie in core matrices of 8 rows by 16 bytes of depth, 128 bytes each, without swizzle: [depth / 8][row / 8].
-// Queries lie the same way, 64 vectors of a warpgroup after the other. Cells (prefill_cells.cuh) are the same core
-// matrices, but those of keys have 8 channels, which is their depth, by 16 bytes of tokens.
+// Tiles lie in core matrices of 8 rows by 16 bytes of depth, 128 bytes each, without swizzle: [depth / 8][row / 8], or
+// whatever strides the keys have. Queries lie the same way, 64 vectors of a warpgroup after the other. Cells
+// (prefill_cells.cuh) are the same core matrices, but those of keys have 8 channels, which is their depth, by 16 bytes
+// of tokens.
 #pragma once
 
 #include "cuda/prefill_cells.cuh"
@@ -14,26 +15,27 @@ namespace kvant::cuda {
 template <class C>
 class WgmmaEngine {
   static constexpr int kQueryBytes = 64 * C::key.dim * 2;
-  static constexpr int kKeyDepthStride = C::cells ? kCoreBytes : kKeyCoreStride;
   static constexpr int kValueDepthStride = C::cells ? cell_stride(C::value.dim) : kCoreBytes * C::value.dim / 8;
 
  public:
   static __device__ __forceinline__ void store_keys(std::uint8_t* keys, int token_tile, int channel_tile,
                                                     const uint2& a, const uint2& b) {
     const Lane lane;
-    std::uint8_t* to = keys + (2 * channel_tile + lane.t / 2) * kKeyCoreStride + 2 * token_tile * kCoreBytes +
-                       lane.g * 16 + lane.t % 2 * 8;
+    std::uint8_t* to = keys + (2 * channel_tile + lane.t / 2) * C::key_depth_stride +
+                       2 * token_tile * C::key_row_stride + lane.g * 16 + lane.t % 2 * 8;
     *reinterpret_cast<uint2*>(to) = a;
-    *reinterpret_cast<uint2*>(to + kCoreBytes) = b;
+    *reinterpret_cast<uint2*>(to + C::key_row_stride) = b;
   }
   static __device__ __forceinline__ void store_values(std::uint8_t* values, int token_tile, int channel_tile,
                                                       const uint2& a, const uint2& b) {
-    store_quarters(values, kValueDepthStride, 2 * token_tile, 2 * channel_tile, {a.x, b.x, a.y, b.y});
+    store_quarters(values + 2 * token_tile * kValueDepthStride + 2 * channel_tile * kCoreBytes, kValueDepthStride,
+                   kCoreBytes, {a.x, b.x, a.y, b.y});
   }
   static __device__ __forceinline__ void copy_keys(const std::uint8_t* from, std::uint8_t* keys, int token_tile,
                                                    int channel_tile) {
     const uint4 x = *reinterpret_cast<const uint4*>(from + threadIdx.x % 32 * 16);
-    store_quarters(keys, kKeyCoreStride, 2 * channel_tile, 2 * token_tile, x);
+    store_quarters(keys + 2 * channel_tile * C::key_depth_stride + 2 * token_tile * C::key_row_stride,
+                   C::key_depth_stride, C::key_row_stride, x);
   }
 
   // Vectors that are not there become zeros. Every thread of the block calls it.
@@ -58,7 +60,7 @@ class WgmmaEngine {
 #ifdef KVANT_WGMMA
   // What the matrix instructions of a warpgroup are told of its queries and of the tiles in a buffer.
   using Queries = wgmma::Description<kCoreBytes * 8, kCoreBytes>;
-  using Keys = wgmma::Description<kKeyDepthStride, C::cells ? cell_stride(C::key.dim) : kCoreBytes>;
+  using Keys = wgmma::Description<C::key_depth_stride, C::key_row_stride>;
   using Values = wgmma::Description<kValueDepthStride, kCoreBytes>;
   static __device__ __forceinline__ Queries describe_queries(const std::uint8_t* shared, int group) {
     return Queries(ptx::shared_address(shared) + static_cast<std::uint32_t>(group * C::m_tiles * kQueryBytes));
@@ -71,7 +73,7 @@ class WgmmaEngine {
 #pragma unroll
     for (int k = 0; k < C::key_tiles; ++k) {
       wgmma::multiply_scores<C::bfloat, C::cells>(s, queries.at(m * kQueryBytes + k * (kCoreBytes * 8 * 2)),
-                                                  keys.at(k * kKeyDepthStride * 2), k > 0);
+                                                  keys.at(k * C::key_depth_stride * 2), k > 0);
     }
     wgmma::commit();
   }
@@ -94,14 +96,14 @@ class WgmmaEngine {
  private:
   // Four core matrices from an A fragment of m16n8k16: {rows g, depth 2t; rows g + 8; rows g, depth 2t + 8; rows g +
   // 8}.
-  static __device__ __forceinline__ void store_quarters(std::uint8_t* tile, int depth_stride, int depth8, int row8,
+  static __device__ __forceinline__ void store_quarters(std::uint8_t* tile, int depth_stride, int row_stride,
                                                         const uint4& x) {
-    std::uint8_t* first = tile + depth8 * depth_stride + row8 * kCoreBytes + threadIdx.x % 32 * 4;
+    std::uint8_t* first = tile + threadIdx.x % 32 * 4;
     std::uint8_t* second = first + depth_stride;
     *reinterpret_cast<std::uint32_t*>(first) = x.x;
-    *reinterpret_cast<std::uint32_t*>(first + kCoreBytes) = x.y;
+    *reinterpret_cast<std::uint32_t*>(first + row_stride) = x.y;
     *reinterpret_cast<std::uint32_t*>(second) = x.z;
-    *reinterpret_cast<std::uint32_t*>(second + kCoreBytes) = x.w;
+    *reinterpret_cast<std::uint32_t*>(second + row_stride) = x.w;
   }
 };
 

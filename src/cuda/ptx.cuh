@@ -74,6 +74,19 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const uint4& a, std::uin
   }
 }
 
+// Bytes of {x, y} by the low four nibbles of the selector, whose highest bits are 0. __byte_perm masks them out.
+__device__ __forceinline__ std::uint32_t permute(std::uint32_t x, std::uint32_t y, std::uint32_t selector) {
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
+  return result;
+}
+
+// Keeps what came as a parameter in a register: the compiler would fetch it again for every use.
+__device__ __forceinline__ std::uint32_t keep_in_register(std::uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
 // Value, but the compiler does not know: it keeps a register, where an instruction has room for one constant only and
 // it would move another one into place before each.
 template <std::uint32_t Value>
@@ -151,10 +164,13 @@ __device__ __forceinline__ std::uint32_t narrow2(float low, float high) {
   }
 }
 
-// ---- copies of 16 bytes per thread (sm_80)
+// ---- copies of 16 or 4 bytes per thread (sm_80)
 
 __device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_copy4(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -81,8 +81,13 @@ struct Lane {
   bool started = false;
   bool done = false;
   const Barrier* waits = nullptr;
-  int round = 0;                                      // of that barrier when the lane arrived
-  std::vector<std::pair<void*, const void*>> copies;  // on their way, to and from, 16 bytes each
+  int round = 0;  // of that barrier when the lane arrived
+  struct Copy {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+  };
+  std::vector<Copy> copies;  // on their way
 
   int paused = -1;  // the turn of all warps in which it lets the others go first
 

@@ -14,15 +14,21 @@ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - shared);
 }
 // Copies come as late as they may; until then there are NaNs in their place.
+inline void async_copy(std::uint32_t to, const void* from, std::size_t bytes) {
+  std::memset(shared + to, 0xFF, bytes);
+  emulation::current->copies.push_back({shared + to, from, bytes});
+}
 inline void async_copy16(std::uint32_t to, const void* from) {
-  std::memset(shared + to, 0xFF, 16);
-  emulation::current->copies.push_back({shared + to, from});
+  async_copy(to, from, 16);
+}
+inline void async_copy4(std::uint32_t to, const void* from) {
+  async_copy(to, from, 4);
 }
 inline void async_commit() {}
 template <int Pending>
 void async_wait() {
   static_assert(Pending == 0);
-  for (const auto& [to, from] : emulation::current->copies) std::memcpy(to, from, 16);
+  for (const auto& [to, from, bytes] : emulation::current->copies) std::memcpy(to, from, bytes);
   emulation::current->copies.clear();
 }
 
@@ -109,6 +115,12 @@ void mma_bytes_from(std::int32_t start, std::int32_t (&c)[4], const std::uint32_
 void mma_half_step(std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 void mma_half_step_from(std::int32_t start, std::int32_t (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b);
 
+inline std::uint32_t permute(std::uint32_t x, std::uint32_t y, std::uint32_t selector) {
+  return __byte_perm(x, y, selector);
+}
+inline std::uint32_t keep_in_register(std::uint32_t x) {
+  return x;
+}
 template <std::uint32_t Value>
 std::uint32_t hidden_constant() {
   return Value;
