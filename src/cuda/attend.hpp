@@ -37,6 +37,8 @@ struct AttendPlan::Impl {
   // Loads which pages are coded, for the prefill and the reference path.
   void load_layout(std::span<const PlanSequence> shapes);
   void split_prefill();
+  // Of the integer path over block pages: true if teams of warps serve the call.
+  bool split_teams(std::span<const PlanSequence> shapes);
   void split_integer(const DecodeKernel& flat, int headroom);
 };
 

@@ -1,5 +1,7 @@
 #include "cuda/block.hpp"
 
+#include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "cuda/check.hpp"
@@ -52,10 +54,10 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
-    if (kernel.before_rope != (format.before_rope != 0)) continue;
+    if (kernel.before_rope != (format.before_rope != 0) || kernel.team > 1) continue;
     const bool few = kernel.key_dim != 0;
     if (few && kernel.key_dim != device.key.dim) continue;
-    const int bytes = kernel.shared_bytes(format);
+    const int bytes = kernel.shared_bytes(format, kernel.threads);
     if (bytes > most || ((best || strict) && few != want_few)) continue;
     best = PrefillKernel{device.key,      device.value,   kernel.bfloat,  false,
                          kernel.function, kernel.vectors, kernel.threads, bytes};
@@ -63,6 +65,72 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
     best->few = few;
   }
   return best;
+}
+
+std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams) {
+  const int most = most_shared_bytes();
+  for (const BlockKernel& kernel : block_kernels()) {
+    if (kernel.team == 1 || kernel.key_dim != device.key.dim || kernel.value_dim != device.value.dim) continue;
+    if (kernel.bfloat != device.bfloat) continue;
+    const int team_threads = kernel.team * 32;
+    int threads = std::min(kernel.threads, teams * team_threads);
+    while (threads > 0 && kernel.shared_bytes(format, threads) > most) threads -= team_threads;
+    if (threads == 0) continue;
+    PrefillKernel found{device.key,      device.value,   kernel.bfloat, false,
+                        kernel.function, kernel.vectors, threads,       kernel.shared_bytes(format, threads)};
+    found.block = found.few = true;
+    found.team = kernel.team;
+    return found;
+  }
+  return std::nullopt;
+}
+
+TeamSplit choose_teams(int multiprocessors, int most_teams, std::int64_t items, std::int64_t pages) {
+  // Pages of a multiprocessor from which on a warp each is faster.
+  constexpr std::int64_t kManyPages = 1000000;
+  constexpr std::int64_t kPartCost = 1;  // pages that take as long as the merge of a part more
+  constexpr int kMostParts = 64;
+  TeamSplit split;
+  if (items == 0 || items * pages / multiprocessors >= kManyPages) return split;
+  std::int64_t best = 0;
+  for (int parts = 1; parts <= kMostParts && parts <= std::max<std::int64_t>(pages, 1); ++parts) {
+    const std::int64_t blocks = (items * parts + multiprocessors - 1) / multiprocessors;  // of a multiprocessor
+    const std::int64_t cost = blocks * ((pages + parts - 1) / parts + (parts > 1 ? kPartCost : 0));
+    if (parts > 1 && cost >= best) continue;
+    best = cost;
+    split.parts = parts;
+  }
+  const auto share = static_cast<unsigned>((pages + split.parts - 1) / split.parts);
+  split.teams = std::min(most_teams, static_cast<int>(std::bit_ceil(std::max(share, 1U))));
+  return split;
+}
+
+void prepare_teams(const PrefillKernel& kernel) {
+  // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
+        "shared memory of the kernel with teams");
+}
+
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
+                  const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream) {
+  int parts = split.parts;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(split.vector_blocks), static_cast<unsigned>(args.kv_heads),
+                        static_cast<unsigned>(sequences * parts));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+  config.stream = as_stream(stream);
+  cudaLaunchAttribute attribute;
+  if (overlap) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  // The runtime copies parameters during the call and writes none of them.
+  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts,
+                        const_cast<BlockFormat*>(&block)};
+  check(cudaLaunchKernelExC(&config, kernel.function, parameters), "launch of the kernel with teams");
 }
 
 PoolFormat choose_format(const Recipe& recipe, const CacheShape& shape) {

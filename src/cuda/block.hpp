@@ -16,9 +16,10 @@ struct BlockKernel {
   bool bfloat = false;
   const void* function = nullptr;
   int vectors = 0;  // query vectors of a thread block
-  int threads = 0;
-  int (*shared_bytes)(const BlockFormat& format) = nullptr;
+  int threads = 0;  // of teams: the most
+  int (*shared_bytes)(const BlockFormat& format, int threads) = nullptr;
   bool before_rope = false;  // pages whose keys are those before RoPE, and no others
+  int team = 1;              // of few vectors: warps that share a page
 };
 
 std::span<const BlockKernel> block_kernels();
@@ -28,6 +29,25 @@ std::span<const BlockKernel> block_kernels();
 // many, else whichever is faster.
 std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format, int rows,
                                                int group, AttendPath path);
+
+// The same with teams of warps, as many as a block can have, up to `teams`; none where the shape has no such kernel.
+std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams);
+
+// How many teams a block has and how many parts a call, by what is there of both: 0 teams: pages are so many that a warp
+// each is faster. items: sequences * KV heads * blocks of vectors; pages: coded pages of the longest sequence.
+struct TeamSplit {
+  int teams = 0;
+  int parts = 1;
+};
+TeamSplit choose_teams(int multiprocessors, int most_teams, std::int64_t items, std::int64_t pages);
+
+// Raises the kernel's shared memory limit on the current device; not while capturing.
+void prepare_teams(const PrefillKernel& kernel);
+// split.parts blocks of kernel.threads threads for each of the vectors, heads and sequences. args.partials has
+// prefill_workspace() floats, args.counters a zero for each of them. overlap: the launch may begin while its predecessor
+// in the stream ends.
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
+                  const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream);
 
 struct PoolFormat {
   DeviceFormat device;

@@ -58,10 +58,13 @@ struct VectorBlock {
   }
   // The row of vector i of the block sees positions before this.
   __device__ int row_end(const DecodeArgs& args, int i) const { return before + (segment.vector0 + i) / args.group; }
+  // Number of the block among those of other sequences, heads and vectors.
+  __device__ int item() const {
+    return static_cast<int>((segment.sequence * gridDim.y + segment.kv_head) * gridDim.x) + block();
+  }
   // Where this part's results go unfinished, `floats` of them.
   __device__ float* partial(const DecodeArgs& args, int floats) const {
-    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block();
-    return args.partials + (item * parts + part) * floats;
+    return args.partials + (static_cast<std::int64_t>(item()) * parts + part) * floats;
   }
 
  private:

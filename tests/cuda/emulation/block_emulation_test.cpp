@@ -11,6 +11,7 @@
 #include "base/half.hpp"
 #include "cuda/block_decode.cuh"
 #include "cuda/block_kernel.cuh"
+#include "cuda/block_team.cuh"
 #include "cuda/block_turn.hpp"
 #include "kvant/cache.hpp"
 #include "support/rope.hpp"
@@ -98,13 +99,19 @@ struct Problem {
   }
 
   template <class Kernel>
-  void run(const Kernel& kernel, int threads, int vectors, int shared_bytes) {
+  void run(const Kernel& kernel, int threads, int vectors, int shared_bytes, int parts = 1) {
     ASSERT_EQ(pages.size(), static_cast<std::size_t>(coded - first) * static_cast<std::size_t>(format.page_bytes));
     ASSERT_LE(static_cast<std::size_t>(shared_bytes), kMostShared);
     std::memset(shared, kPoison, sizeof shared);
     const ReferenceArgs layout{&first, &coded, &none};
-    emulation::launch(threads, (args.rows * args.group + vectors - 1) / vectors, args.kv_heads,
-                      [&] { kernel(args, layout, 1, format); });
+    const int blocks = (args.rows * args.group + vectors - 1) / vectors;
+    const auto items = static_cast<std::size_t>(blocks * args.kv_heads);
+    std::vector<std::uint32_t> counters(items);
+    std::vector<float> partials(items * static_cast<std::size_t>(parts * vectors * (cache.shape().value_dim + 2)));
+    args.counters = counters.data();
+    args.partials = partials.data();
+    emulation::launch(threads, blocks, args.kv_heads, [&] { kernel(args, layout, parts, format); }, parts);
+    EXPECT_EQ(counters, std::vector<std::uint32_t>(items));
     EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
   }
 
@@ -140,8 +147,25 @@ void expect_few() {
     SCOPED_TRACE(recipe);
     using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat>;
     Problem problem(recipe, {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 5, 2, 2);
-    problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(block_half_bytes(problem.format)));
+    problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(problem.format, C::threads));
     EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
+  }
+}
+
+// 5 pages: teams with none, one, and several after another.
+template <int KeyDim, int ValueDim, bool Bfloat>
+void expect_teams() {
+  using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat, 4>;
+  for (const char* recipe : kRecipes) {
+    for (const auto& [teams, parts] : {std::pair{1, 1}, {2, 1}, {4, 1}, {1, 3}, {2, 2}}) {
+      if (teams > C::teams) continue;
+      SCOPED_TRACE(std::string(recipe) + ", " + std::to_string(teams) + " teams, " + std::to_string(parts) + " parts");
+      Problem problem(recipe, {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16}, 5, 2, 3);
+      const int threads = teams * C::team_threads;
+      if (C::shared_bytes(problem.format, threads) > static_cast<int>(kMostShared)) continue;
+      problem.run(&block_team_kernel<C>, threads, C::vectors, C::shared_bytes(problem.format, threads), parts);
+      EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
+    }
   }
 }
 
@@ -163,6 +187,15 @@ TEST(BlockEmulation, FewVectors) {
   expect_few<192, 128, false>();
   expect_few<192, 192, true>();
   expect_few<256, 256, false>();
+}
+
+TEST(BlockEmulation, Teams) {
+  expect_teams<64, 64, false>();
+  expect_teams<96, 96, true>();
+  expect_teams<128, 128, false>();
+  expect_teams<192, 128, false>();
+  expect_teams<192, 192, true>();
+  expect_teams<256, 256, false>();
 }
 
 TEST(BlockEmulation, ManyVectors) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -82,7 +83,8 @@ struct Lane {
   bool done = false;
   const Barrier* waits = nullptr;
   int round = 0;                                      // of that barrier when the lane arrived
-  std::vector<std::pair<void*, const void*>> copies;  // on their way, to and from, 16 bytes each
+  using Copies = std::vector<std::pair<void*, const void*>>;  // to and from, 16 bytes each
+  std::deque<Copies> copies;                                  // on their way, in groups; the last is still open
 
   int paused = -1;  // the turn of all warps in which it lets the others go first
 
@@ -145,6 +147,7 @@ inline void enter() {
   lane.started = lane.done = false;
   lane.waits = nullptr;
   lane.paused = -1;
+  lane.copies.assign(1, {});
   getcontext(&lane.start);
   lane.start.uc_stack.ss_sp = lane.stack.get();
   lane.start.uc_stack.ss_size = kStack;
