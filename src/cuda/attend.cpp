@@ -180,32 +180,44 @@ void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
   load(split, split.half ? describe_sequences(headroom, 2) : pages);
 }
 
-// Whether teams of warps share pages; then also how.
-bool AttendPlan::Impl::split_teams(std::span<const PlanSequence> shapes) {
-  const PagePool::Impl& pool = *batch->pool;
-  const std::optional<PrefillKernel> found = find_team_kernel(pool.format, pool.block, kAnyTeams);
-  if (!found) return false;
+TeamSplit AttendPlan::Impl::choose_few(std::span<const PlanSequence> shapes) const {
+  const std::optional<PrefillKernel> kernel = find_team_kernel(batch->pool->format, batch->pool->block, kAnyTeams);
+  if (!kernel) return {};
   int pages = 0;
   for (const PlanSequence& s : shapes) pages = std::max(pages, s.coded_units - s.first_unit);
-  const int team_threads = 32 * found->team;
-  const int vector_blocks = (args.rows * args.group + found->vectors - 1) / found->vectors;
-  const int items = vector_blocks * args.kv_heads * sequences;
-  const TeamSplit split =
-      choose_teams(device_info().multiprocessors, found->threads / team_threads, items, pages);
-  if (split.teams == 0) return false;
+  const int vector_blocks = (args.rows * args.group + kernel->vectors - 1) / kernel->vectors;
+  return choose_teams(device_info().multiprocessors, kernel->threads / 32 / kernel->team,
+                      std::int64_t{vector_blocks} * args.kv_heads * sequences, pages);
+}
+
+void AttendPlan::Impl::split_few(const TeamSplit& split, std::span<const PlanSequence> shapes) {
+  const PagePool::Impl& pool = *batch->pool;
+  if (split.teams == 0) {
+    block = find_block_kernel(pool.format, pool.block, args.rows, args.group, AttendPath::integer);
+    prefill = &*block;
+    split_prefill();
+    return;
+  }
   block = find_team_kernel(pool.format, pool.block, split.teams);
   prefill = &*block;
-  prefill_split.vector_blocks = vector_blocks;
-  prefill_split.parts = std::min(split.parts, 65535 / std::max(1, sequences));
   prepare_teams(*block);
+  prefill_split.vector_blocks = (args.rows * args.group + block->vectors - 1) / block->vectors;
+  prefill_split.parts = std::min(split.parts, 65535 / std::max(1, sequences));
   options.overlap = options.overlap && waits_for_predecessor(block->function);
   args.pages_settled = options.overlap ? args.pages_settled : 0;
+  const auto items = static_cast<std::size_t>(prefill_split.vector_blocks * args.kv_heads * sequences);
   partials = DeviceBuffer<float>(prefill_workspace(*block, prefill_split, args.kv_heads, sequences));
-  counters = DeviceBuffer<std::uint32_t>(static_cast<std::size_t>(items));
+  counters = DeviceBuffer<std::uint32_t>(items);
   if (items > 0) counters.fill_zero();
   args.partials = partials.get();
   args.counters = counters.get();
-  return true;
+  team_layout = TeamLayout();
+  if (shapes.size() > TeamLayout::kSequences) team_layout.memory = reference;
+  for (std::size_t i = 0; i < shapes.size() && i < TeamLayout::kSequences; ++i) {
+    team_layout.first_page[i] = shapes[i].first_unit;
+    team_layout.coded_pages[i] = shapes[i].coded_units;
+    team_layout.sinks[i] = shapes[i].sinks;
+  }
 }
 
 void AttendPlan::Impl::split_prefill() {
@@ -284,7 +296,11 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   const std::vector<PlanSequence> shapes = impl.describe_sequences(headroom, 1);
   impl.load_layout(shapes);
   if (impl.path == AttendPath::reference) return;
-  if (!few || !impl.split_teams(shapes)) impl.split_prefill();
+  if (few) {
+    impl.split_few(impl.choose_few(shapes), shapes);
+  } else {
+    impl.split_prefill();
+  }
 }
 
 void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
@@ -311,7 +327,7 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
     return;
   }
   if (impl.block && impl.block->team > 1) {
-    launch_teams(*impl.block, args, impl.reference, impl.batch->pool->block, impl.prefill_split, impl.sequences,
+    launch_teams(*impl.block, args, impl.team_layout, impl.batch->pool->block, impl.prefill_split, impl.sequences,
                  impl.options.overlap, stream);
     return;
   }

@@ -1,7 +1,6 @@
 #include "cuda/block.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <vector>
 
 #include "cuda/check.hpp"
@@ -85,33 +84,13 @@ std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const 
   return std::nullopt;
 }
 
-TeamSplit choose_teams(int multiprocessors, int most_teams, std::int64_t items, std::int64_t pages) {
-  // Pages of a multiprocessor from which on a warp each is faster.
-  constexpr std::int64_t kManyPages = 1000000;
-  constexpr std::int64_t kPartCost = 1;  // pages that take as long as the merge of a part more
-  constexpr int kMostParts = 64;
-  TeamSplit split;
-  if (items == 0 || items * pages / multiprocessors >= kManyPages) return split;
-  std::int64_t best = 0;
-  for (int parts = 1; parts <= kMostParts && parts <= std::max<std::int64_t>(pages, 1); ++parts) {
-    const std::int64_t blocks = (items * parts + multiprocessors - 1) / multiprocessors;  // of a multiprocessor
-    const std::int64_t cost = blocks * ((pages + parts - 1) / parts + (parts > 1 ? kPartCost : 0));
-    if (parts > 1 && cost >= best) continue;
-    best = cost;
-    split.parts = parts;
-  }
-  const auto share = static_cast<unsigned>((pages + split.parts - 1) / split.parts);
-  split.teams = std::min(most_teams, static_cast<int>(std::bit_ceil(std::max(share, 1U))));
-  return split;
-}
-
 void prepare_teams(const PrefillKernel& kernel) {
   // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
         "shared memory of the kernel with teams");
 }
 
-void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const TeamLayout& layout,
                   const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream) {
   int parts = split.parts;
   cudaLaunchConfig_t config{};
@@ -128,7 +107,7 @@ void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const Ref
     config.numAttrs = 1;
   }
   // The runtime copies parameters during the call and writes none of them.
-  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts,
+  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<TeamLayout*>(&layout), &parts,
                         const_cast<BlockFormat*>(&block)};
   check(cudaLaunchKernelExC(&config, kernel.function, parameters), "launch of the kernel with teams");
 }

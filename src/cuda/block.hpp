@@ -33,20 +33,12 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
 // The same with teams of warps, as many as a block can have, up to `teams`; none where the shape has no such kernel.
 std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams);
 
-// How many teams a block has and how many parts a call, by what is there of both: 0 teams: pages are so many that a warp
-// each is faster. items: sequences * KV heads * blocks of vectors; pages: coded pages of the longest sequence.
-struct TeamSplit {
-  int teams = 0;
-  int parts = 1;
-};
-TeamSplit choose_teams(int multiprocessors, int most_teams, std::int64_t items, std::int64_t pages);
-
 // Raises the kernel's shared memory limit on the current device; not while capturing.
 void prepare_teams(const PrefillKernel& kernel);
 // split.parts blocks of kernel.threads threads for each of the vectors, heads and sequences. args.partials has
-// prefill_workspace() floats, args.counters a zero for each of them. overlap: the launch may begin while its predecessor
-// in the stream ends.
-void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
+// prefill_workspace() floats, args.counters a zero for each of them. overlap: the launch may begin while its
+// predecessor in the stream ends.
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const TeamLayout& layout,
                   const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream);
 
 struct PoolFormat {

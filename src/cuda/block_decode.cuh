@@ -254,8 +254,8 @@ class BlockWarp : public BlockScores<C> {
            (args_.window > 0 && position < length - args_.window);
   }
 
-  // Adds what a slot's value has beyond the level of the middle code, which is the code of outliers. A team's warp takes
-  // those of its own tokens, whose weights count from its own maximum.
+  // Adds what a slot's value has beyond the level of the middle code, which is the code of outliers. A team's warp
+  // takes those of its own tokens, whose weights count from its own maximum.
   __device__ __forceinline__ void add_slot(std::uint16_t value, int channel, int place, float middle, float factor) {
     if (C::team > 1 && place / (kPage / C::team) != rank_) return;
     const float2 pair = grid()[place];

@@ -330,8 +330,8 @@ class BlockScores : public BlockSlot<C> {
     }
   }
   const float* scales_ = nullptr;  // a team's: scale_ of every vector
-  float scale_;         // of scores of vector t: queries in shared memory are scaled to a peak of 1
-  float key_unit_ = 0;  // of fixed_scores() in scores of vector t; 0: nothing there
+  float scale_;                    // of scores of vector t: queries in shared memory are scaled to a peak of 1
+  float key_unit_ = 0;             // of fixed_scores() in scores of vector t; 0: nothing there
 };
 
 }  // namespace kvant::cuda

@@ -26,9 +26,9 @@ struct BlockDecodeConfig {
   static constexpr int steps = KeyDim / kStep;
   static constexpr int value_tiles = ValueDim / kTile;
 
-  // Shared memory: queries as [channel][vector], for teams as [vector][channel]; what they are scaled by (teams), a flag;
-  // barriers of the copies; a part per team; when all pages are done, results take the place of the parts. Not that of
-  // the barriers: what waits have left in a barrier may still change.
+  // Shared memory: queries as [channel][vector], for teams as [vector][channel]; what they are scaled by (teams), a
+  // flag; barriers of the copies; a part per team; when all pages are done, results take the place of the parts. Not
+  // that of the barriers: what waits have left in a barrier may still change.
   static constexpr int x_stride = KeyDim / kFour + 4;  // words of a row of bytes; spreads rows over the banks
   static constexpr int s_stride = kPage + 8;           // floats of a row of scores
   static constexpr int scale_offset = KeyDim * vectors * 4;
@@ -80,8 +80,8 @@ struct BlockDecodeConfig {
   }
 };
 
-// A team's copies from memory, multiples of 16 bytes: bulk copies of one lane where the GPU has them. A warp alone has one
-// barrier; a team has two, for keys and for values, which are on their way together.
+// A team's copies from memory, multiples of 16 bytes: bulk copies of one lane where the GPU has them. A warp alone has
+// one barrier; a team has two, for keys and for values, which are on their way together.
 template <int Team>
 class BlockCopies {
  public:

@@ -99,11 +99,20 @@ class TeamMerge {
   int outputs_;
 };
 
+// The layout of a sequence, from the launch or from memory.
+__device__ __forceinline__ void place_segment(const TeamLayout& layout, Segment& segment, int& first_page) {
+  const int b = segment.sequence;
+  const bool in_memory = layout.memory.first_page != nullptr;
+  first_page = in_memory ? layout.memory.first_page[b] : layout.first_page[b];
+  segment.coded_end = in_memory ? layout.memory.coded_pages[b] : layout.coded_pages[b];
+  segment.sinks = in_memory ? layout.memory.sinks[b] : layout.sinks[b];
+}
+
 // Grid: (blocks of vectors, KV heads, sequences * parts). Which pages are whose follows from the plan alone, not from
 // lengths, which the predecessor in the stream may still write: pages come before waiting for it where they may.
 template <class C>
 __global__ void __launch_bounds__(C::threads, 1)
-    block_team_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout, int parts,
+    block_team_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ TeamLayout layout, int parts,
                       const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   ptx::release_dependents();
@@ -113,9 +122,8 @@ __global__ void __launch_bounds__(C::threads, 1)
   const int teams = warps / C::team;
   const VectorBlock early(args, C::vectors, parts);  // only of what does not depend on lengths
   Segment segment = early.segment;
-  segment.coded_end = layout.coded_pages[segment.sequence];
-  segment.sinks = layout.sinks[segment.sequence];
-  const int first_page = layout.first_page[segment.sequence];
+  int first_page = 0;
+  place_segment(layout, segment, first_page);
   const Share pages(segment.coded_end - first_page, early.part, parts);
   const std::int32_t* table = args.table + segment.sequence * args.table_stride + first_page;
   const auto page_of = [&](int i) { return i < pages.end ? args.pages + table[i] * args.page_stride : nullptr; };

@@ -36,7 +36,7 @@ struct PrefillKernel {
 // How one call is cut: a thread block per (block of vectors, KV head, sequence, part of the tokens).
 struct PrefillSplit {
   int vector_blocks = 1;  // per KV head and sequence
-  int parts = 1;          // more than one: partial results meet in a second kernel
+  int parts = 1;          // more than one: partial results meet in a second kernel; not those of teams
 };
 
 // The best for the current device; null where this build has no such kernel.

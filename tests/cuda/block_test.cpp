@@ -170,6 +170,10 @@ TEST(GpuBlock, EveryKernelOfTheBuild) {
         const Twins twins(shape);
         const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
         ASSERT_TRUE(plan.impl().block) << text_of(shape);
+        if (kernel.team == 1 && few) {  // such short calls are served by teams
+          auto& impl = const_cast<AttendPlan::Impl&>(plan.impl());
+          impl.split_few({0, 1}, impl.describe_sequences(128, 1));
+        }
         EXPECT_EQ(plan.impl().block->function, kernel.function) << text_of(shape);
         EXPECT_EQ(plan.path(), few ? AttendPath::integer : AttendPath::prefill);
         expect_blocks(shape);

@@ -98,19 +98,29 @@ struct Problem {
     args.kv_heads = shape.kv_heads;
   }
 
-  template <class Kernel>
-  void run(const Kernel& kernel, int threads, int vectors, int shared_bytes, int parts = 1) {
+  template <class Layout>
+  void run(void (*kernel)(DecodeArgs, Layout, int, BlockFormat), int threads, int vectors, int shared_bytes,
+           int parts = 1) {
     ASSERT_EQ(pages.size(), static_cast<std::size_t>(coded - first) * static_cast<std::size_t>(format.page_bytes));
     ASSERT_LE(static_cast<std::size_t>(shared_bytes), kMostShared);
     std::memset(shared, kPoison, sizeof shared);
-    const ReferenceArgs layout{&first, &coded, &none};
+    Layout layout{};
+    if constexpr (std::is_same_v<Layout, ReferenceArgs>) {
+      layout = {&first, &coded, &none};
+    } else if (parts % 2 == 0) {
+      layout.memory = {&first, &coded, &none};
+    } else {
+      layout.first_page[0] = first;
+      layout.coded_pages[0] = coded;
+    }
     const int blocks = (args.rows * args.group + vectors - 1) / vectors;
     const auto items = static_cast<std::size_t>(blocks * args.kv_heads);
     std::vector<std::uint32_t> counters(items);
     std::vector<float> partials(items * static_cast<std::size_t>(parts * vectors * (cache.shape().value_dim + 2)));
     args.counters = counters.data();
     args.partials = partials.data();
-    emulation::launch(threads, blocks, args.kv_heads, [&] { kernel(args, layout, parts, format); }, parts);
+    emulation::launch(
+        threads, blocks, args.kv_heads, [&] { kernel(args, layout, parts, format); }, parts);
     EXPECT_EQ(counters, std::vector<std::uint32_t>(items));
     EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
   }

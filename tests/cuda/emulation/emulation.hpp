@@ -82,7 +82,7 @@ struct Lane {
   bool started = false;
   bool done = false;
   const Barrier* waits = nullptr;
-  int round = 0;                                      // of that barrier when the lane arrived
+  int round = 0;                                              // of that barrier when the lane arrived
   using Copies = std::vector<std::pair<void*, const void*>>;  // to and from, 16 bytes each
   std::deque<Copies> copies;                                  // on their way, in groups; the last is still open
 
