@@ -11,6 +11,7 @@ namespace {
 constexpr int kMaxRows = 65535;
 constexpr int kMaxDecodeRows = 8;
 constexpr int kMaxGroup = 16;
+constexpr int kAnyTeams = 64;  // more than a thread block can have
 
 [[noreturn]] void refuse(const std::string& text) {
   base::fail(ErrorCode::invalid_argument, text);
@@ -179,6 +180,46 @@ void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
   load(split, split.half ? describe_sequences(headroom, 2) : pages);
 }
 
+TeamSplit AttendPlan::Impl::choose_few(std::span<const PlanSequence> shapes) const {
+  const std::optional<PrefillKernel> kernel = find_team_kernel(batch->pool->format, batch->pool->block, kAnyTeams);
+  if (!kernel) return {};
+  int pages = 0;
+  for (const PlanSequence& s : shapes) pages = std::max(pages, s.coded_units - s.first_unit);
+  const int vector_blocks = (args.rows * args.group + kernel->vectors - 1) / kernel->vectors;
+  return choose_teams(device_info().multiprocessors, kernel->threads / 32 / kernel->team,
+                      std::int64_t{vector_blocks} * args.kv_heads * sequences, pages);
+}
+
+void AttendPlan::Impl::split_few(const TeamSplit& split, std::span<const PlanSequence> shapes) {
+  const PagePool::Impl& pool = *batch->pool;
+  if (split.teams == 0) {
+    block = find_block_kernel(pool.format, pool.block, args.rows, args.group, AttendPath::integer);
+    prefill = &*block;
+    split_prefill();
+    return;
+  }
+  block = find_team_kernel(pool.format, pool.block, split.teams);
+  prefill = &*block;
+  prepare_teams(*block);
+  prefill_split.vector_blocks = (args.rows * args.group + block->vectors - 1) / block->vectors;
+  prefill_split.parts = std::min(split.parts, 65535 / std::max(1, sequences));
+  options.overlap = options.overlap && waits_for_predecessor(block->function);
+  args.pages_settled = options.overlap ? args.pages_settled : 0;
+  const auto items = static_cast<std::size_t>(prefill_split.vector_blocks * args.kv_heads * sequences);
+  partials = DeviceBuffer<float>(prefill_workspace(*block, prefill_split, args.kv_heads, sequences));
+  counters = DeviceBuffer<std::uint32_t>(items);
+  if (items > 0) counters.fill_zero();
+  args.partials = partials.get();
+  args.counters = counters.get();
+  team_layout = TeamLayout();
+  if (shapes.size() > TeamLayout::kSequences) team_layout.memory = reference;
+  for (std::size_t i = 0; i < shapes.size() && i < TeamLayout::kSequences; ++i) {
+    team_layout.first_page[i] = shapes[i].first_unit;
+    team_layout.coded_pages[i] = shapes[i].coded_units;
+    team_layout.sinks[i] = shapes[i].sinks;
+  }
+}
+
 void AttendPlan::Impl::split_prefill() {
   const std::int64_t vectors = static_cast<std::int64_t>(args.rows) * args.group;
   prefill_split.vector_blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
@@ -252,8 +293,14 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
     impl.split_integer(*flat, headroom);
     return;
   }
-  impl.load_layout(impl.describe_sequences(headroom, 1));
-  if (impl.path != AttendPath::reference) impl.split_prefill();
+  const std::vector<PlanSequence> shapes = impl.describe_sequences(headroom, 1);
+  impl.load_layout(shapes);
+  if (impl.path == AttendPath::reference) return;
+  if (few) {
+    impl.split_few(impl.choose_few(shapes), shapes);
+  } else {
+    impl.split_prefill();
+  }
 }
 
 void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
@@ -279,6 +326,11 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
     launch_reference(impl.batch->pool->format, impl.batch->pool->block, args, impl.reference, impl.sequences, stream);
     return;
   }
+  if (impl.block && impl.block->team > 1) {
+    launch_teams(*impl.block, args, impl.team_layout, impl.batch->pool->block, impl.prefill_split, impl.sequences,
+                 impl.options.overlap, stream);
+    return;
+  }
   if (impl.path == AttendPath::prefill || impl.block) {
     launch_prefill(*impl.prefill, args, impl.reference, impl.batch->pool->block, impl.prefill_split, impl.sequences,
                    stream);
@@ -292,6 +344,17 @@ AttendPath AttendPlan::path() const {
   return impl_->path;
 }
 
+namespace {
+
+std::string describe_teams(const AttendPlan::Impl& impl) {
+  const PrefillKernel& kernel = *impl.prefill;
+  if (kernel.team == 1) return "";
+  return ", " + std::to_string(kernel.threads / 32 / kernel.team) + " teams of " + std::to_string(kernel.team) +
+         " warps" + (impl.options.overlap ? ", overlapped" : "");
+}
+
+}  // namespace
+
 std::string AttendPlan::describe() const {
   if (impl_->path == AttendPath::reference) return "reference";
   if (impl_->path == AttendPath::prefill || impl_->block) {
@@ -300,7 +363,7 @@ std::string AttendPlan::describe() const {
                                                     : "prefill from CPU blocks, ";
     return name + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
            std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +
-           " parts";
+           " parts" + describe_teams(*impl_);
   }
   const Split& split = impl_->plan.split;
   return "integer, " + std::to_string(split.groups) + " x " + std::to_string(split.ranks) + " blocks of " +

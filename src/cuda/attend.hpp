@@ -23,6 +23,7 @@ struct AttendPlan::Impl {
   DecodeArgs args;
   InlinePlan inlined;
   ReferenceArgs reference;  // of the prefill and the reference path
+  TeamLayout team_layout;   // the same for teams of warps
   int query_heads = 0;
   int sequences = 0;
   std::int64_t longest = 0;  // tokens that the plan serves
@@ -37,6 +38,9 @@ struct AttendPlan::Impl {
   // Loads which pages are coded, for the prefill and the reference path.
   void load_layout(std::span<const PlanSequence> shapes);
   void split_prefill();
+  // Of the integer path over block pages: how it is cut, and the kernel for that. Zero teams: a warp per page.
+  TeamSplit choose_few(std::span<const PlanSequence> shapes) const;
+  void split_few(const TeamSplit& split, std::span<const PlanSequence> shapes);
   void split_integer(const DecodeKernel& flat, int headroom);
 };
 

@@ -1,5 +1,6 @@
 #include "cuda/block.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #include "cuda/check.hpp"
@@ -52,9 +53,9 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
-    if (kernel.before_rope != (format.before_rope != 0)) continue;
+    if (kernel.before_rope != (format.before_rope != 0) || kernel.team > 1) continue;
     if (kernel.key_dim != 0 && kernel.key_dim != device.key.dim) continue;
-    const int bytes = kernel.shared_bytes(format);
+    const int bytes = kernel.shared_bytes(format, kernel.threads);
     if (bytes > most || ((best || strict) && kernel.few != want_few)) continue;
     if (best && best->wgmma && best->few == want_few) continue;
     if (kernel.wgmma && !runs_wgmma(kernel.function)) continue;
@@ -64,6 +65,52 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
     best->few = kernel.few;
   }
   return best;
+}
+
+std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams) {
+  const int most = most_shared_bytes();
+  for (const BlockKernel& kernel : block_kernels()) {
+    if (kernel.team == 1 || kernel.key_dim != device.key.dim || kernel.value_dim != device.value.dim) continue;
+    if (kernel.bfloat != device.bfloat) continue;
+    const int team_threads = kernel.team * 32;
+    int threads = std::min(kernel.threads, teams * team_threads);
+    while (threads > 0 && kernel.shared_bytes(format, threads) > most) threads -= team_threads;
+    if (threads == 0) continue;
+    PrefillKernel found{device.key,      device.value,   kernel.bfloat, false,
+                        kernel.function, kernel.vectors, threads,       kernel.shared_bytes(format, threads)};
+    found.block = found.few = true;
+    found.team = kernel.team;
+    return found;
+  }
+  return std::nullopt;
+}
+
+void prepare_teams(const PrefillKernel& kernel) {
+  // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
+        "shared memory of the kernel with teams");
+}
+
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const TeamLayout& layout,
+                  const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream) {
+  int parts = split.parts;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(split.vector_blocks), static_cast<unsigned>(args.kv_heads),
+                        static_cast<unsigned>(sequences * parts));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+  config.stream = as_stream(stream);
+  cudaLaunchAttribute attribute;
+  if (overlap) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  // The runtime copies parameters during the call and writes none of them.
+  void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<TeamLayout*>(&layout), &parts,
+                        const_cast<BlockFormat*>(&block)};
+  check(cudaLaunchKernelExC(&config, kernel.function, parameters), "launch of the kernel with teams");
 }
 
 PoolFormat choose_format(const Recipe& recipe, const CacheShape& shape) {

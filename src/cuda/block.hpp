@@ -16,11 +16,12 @@ struct BlockKernel {
   bool bfloat = false;
   const void* function = nullptr;
   int vectors = 0;  // query vectors of a thread block
-  int threads = 0;
-  int (*shared_bytes)(const BlockFormat& format) = nullptr;
+  int threads = 0;  // of teams: the most
+  int (*shared_bytes)(const BlockFormat& format, int threads) = nullptr;
   bool few = false;          // for few query vectors
   bool before_rope = false;  // pages whose keys are those before RoPE, and no others
   bool wgmma = false;        // for sm_90a only
+  int team = 1;              // of few vectors: warps that share a page
 };
 
 std::span<const BlockKernel> block_kernels();
@@ -30,6 +31,17 @@ std::span<const BlockKernel> block_kernels();
 // path: integer is the one for few vectors, prefill that for many, else whichever is faster.
 std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const BlockFormat& format, int rows,
                                                int group, AttendPath path);
+
+// The same with teams of warps, as many as a block can have, up to `teams`; none where the shape has no such kernel.
+std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams);
+
+// Raises the kernel's shared memory limit on the current device; not while capturing.
+void prepare_teams(const PrefillKernel& kernel);
+// split.parts blocks of kernel.threads threads for each of the vectors, heads and sequences. args.partials has
+// prefill_workspace() floats, args.counters a zero for each of them. overlap: the launch may begin while its
+// predecessor in the stream ends.
+void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const TeamLayout& layout,
+                  const BlockFormat& block, const PrefillSplit& split, int sequences, bool overlap, void* stream);
 
 struct PoolFormat {
   DeviceFormat device;

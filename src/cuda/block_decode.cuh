@@ -16,12 +16,17 @@ class BlockWarp : public BlockScores<C> {
  public:
   __device__ BlockWarp(const DecodeArgs& args, const BlockFormat& format, const Segment& segment, std::uint8_t* shared)
       : BlockScores<C>(args, format, segment, shared) {
-    const int row = (segment.vector0 + owner_.vector) / args.group;
-    last_ = args.lengths[segment.sequence] - args.rows + row + 1;
-    first_ = args.window > 0 ? max(0, last_ - args.window) : 0;
+    if constexpr (C::team == 1) see_lengths();
   }
 
-  // Softmax and outputs. position: of the page's first token.
+  // Which positions are visible: once lengths may be read.
+  __device__ void see_lengths() {
+    const int row = (segment_.vector0 + owner_.vector) / args_.group;
+    last_ = args_.lengths[segment_.sequence] - args_.rows + row + 1;
+    first_ = args_.window > 0 ? max(0, last_ - args_.window) : 0;
+  }
+
+  // Softmax and outputs, of a team's warp those of its quarter of the tokens. position: of the page's first token.
   __device__ void mix(const std::uint8_t* page, int position, WarpState<C>& state) {
     const BlockTile& tile = f_.value;
     const float gain = prepare_values();
@@ -35,14 +40,18 @@ class BlockWarp : public BlockScores<C> {
       for (int j = 0; j < 4; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4B000000;
       with_codes(tile, chunk, [&](const auto kind) {
         constexpr BlockCodes kCodes = decltype(kind)::value;
-#pragma unroll(unrolled_steps(kCodes))
-        for (int step = 0; step < kPage / kStep; ++step) {
+        const auto add_step = [&](int step, std::uint32_t b0, std::uint32_t b1) {
           StepCodes codes;
           load_step<kCodes, C::value_tiles>(tile, planes(2), values(), chunk, owner_.g, 8 * step + owner_.t, codes);
-          const std::uint32_t b0 = weights[64 * step];
-          const std::uint32_t b1 = weights[64 * step + 32];
 #pragma unroll
           for (int j = 0; j < 4; ++j) ptx::mma_bytes<false>(c[j], codes[j], b0, b1);
+        };
+        if constexpr (C::team > 1) {
+          static_assert(C::team == 1 || kGroups == 2);
+          add_step(rank_, mixed.weights[0], mixed.weights[1]);
+        } else {
+#pragma unroll(unrolled_steps(kCodes))
+          for (int step = 0; step < kPage / kStep; ++step) add_step(step, weights[64 * step], weights[64 * step + 32]);
         }
       });
 #pragma unroll
@@ -85,18 +94,24 @@ class BlockWarp : public BlockScores<C> {
   using Slot::place_planes;
   using Slot::planes;
   using Slot::range_;
+  using Slot::rank_;
   using Slot::rate;
   using Slot::scores;
   using Slot::segment_;
   using Slot::values;
   using Slot::warp_max;
+  using Slot::weights_of;
   using Slot::widen;
   static constexpr int kChunks = (C::value_tiles + 3) / 4;
   // The loop over chunks stays one: the outputs of the next chunk take the place of those of the last.
   static constexpr bool kTurns = C::value_tiles % 4 == 0;
 
+  // This warp's tokens: of each group of 16 places, 4 are a lane's.
+  static constexpr int kGroups = kPage / 16 / C::team;
+
   struct Mixed {
     float factor, bias;  // of the owned vector: integer sum -> output, and what every channel gets
+    std::uint32_t weights[C::team == 1 ? 1 : kGroups];  // a team's; a warp alone has more, in shared memory
   };
 
   static __device__ __forceinline__ void turn_outputs(float (&o)[C::value_tiles][2]) {
@@ -111,16 +126,17 @@ class BlockWarp : public BlockScores<C> {
     }
   }
 
-  // {min, width} of every place; returns what makes weights times widths use 16 bits.
+  // {min, width} of every place of this warp; returns what makes weights times widths use 16 bits.
   __device__ __forceinline__ float prepare_values() {
+    constexpr int own = 4 / C::team;  // places of a lane
     const BlockTile& tile = f_.value;
     place_planes(tile, 2);
     const std::uint8_t* ends = tile.shared_grid != 0 ? values() + f_.head_bytes - tile.min_offset : values();
     float widest = 1e-30F;
-    float2 pairs[4];
+    float2 pairs[own];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const int i = 4 * lane_ + b;
+    for (int b = 0; b < own; ++b) {
+      const int i = own * (32 * rank_ + lane_) + b;
       const int at = 2 * block_grid_index(f_, tile, values(), i);
       const float low = widen(ends + tile.min_offset + at);
       const float high = widen(ends + tile.max_offset + at);
@@ -129,9 +145,13 @@ class BlockWarp : public BlockScores<C> {
       pairs[b] = {low, width};
       widest = fmaxf(widest, width);
     }
-    auto* to = reinterpret_cast<float4*>(grid() + 4 * lane_);
-    to[0] = {pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y};
-    to[1] = {pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y};
+    if constexpr (C::team == 1) {
+      auto* to = reinterpret_cast<float4*>(grid() + 4 * lane_);
+      to[0] = {pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y};
+      to[1] = {pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y};
+    } else {
+      grid()[32 * rank_ + lane_] = pairs[0];
+    }
     __syncwarp();
     return 65500.0F * ptx::reciprocal(warp_max(widest));
   }
@@ -140,40 +160,34 @@ class BlockWarp : public BlockScores<C> {
   // to + 3, which is how they are multiplied. Weights themselves take the place of the scores where outliers need them.
   __device__ __forceinline__ Mixed soften(int position, float gain, WarpState<C>& state) {
     auto* weights = reinterpret_cast<std::uint32_t*>(own_ + C::weights_offset) + lane_;
-    float* own = scores(owner_.vector) + 4 * owner_.t;
-    float s[8][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 four = *reinterpret_cast<const float4*>(own + 16 * i);
-      s[i][0] = four.x;
-      s[i][1] = four.y;
-      s[i][2] = four.z;
-      s[i][3] = four.w;
-    }
+    const int first = 16 * kGroups * rank_ + 4 * owner_.t;  // place
+    float s[kGroups][4];
+    take_scores(first, s);
     if (args_.softcap > 0) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = cap_score(s[i / 4][i % 4], args_);
+      for (int i = 0; i < 4 * kGroups; ++i) s[i / 4][i % 4] = cap_score(s[i / 4][i % 4], args_);
     }
     if (hides(position)) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int place = 16 * (i / 4) + 4 * owner_.t + i % 4;
+      for (int i = 0; i < 4 * kGroups; ++i) {
+        const int place = first + 16 * (i / 4) + i % 4;
         const int at = position + (f_.tokens_offset < 0 ? place : values()[f_.tokens_offset + place]);
         if (at < max(first_, segment_.sinks) || at >= last_) s[i / 4][i % 4] = kMinusInfinity;
       }
     }
     float peak = kMinusInfinity;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) peak = fmaxf(peak, s[i / 4][i % 4]);
+    for (int i = 0; i < 4 * kGroups; ++i) peak = fmaxf(peak, s[i / 4][i % 4]);
 
     peak = ptx::xor_max<2>(ptx::xor_max<1>(peak));
     const float top = peak == kMinusInfinity ? 0.0F : peak;
     float sum = 0;
     float bias = 0;
+    Mixed mixed;
     const unsigned pick = owner_.half != 0 ? 0x5140U : 0x4051U;  // the byte's pair comes out lowest
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const auto* pairs = reinterpret_cast<const float4*>(grid() + 16 * i + 4 * owner_.t);
+    for (int i = 0; i < kGroups; ++i) {
+      const auto* pairs = reinterpret_cast<const float4*>(grid() + first + 16 * i);
       const float4 one = pairs[0];
       const float4 two = pairs[1];
       const float low[4] = {one.x, one.z, two.x, two.z};
@@ -186,7 +200,8 @@ class BlockWarp : public BlockScores<C> {
         bias = fmaf(s[i][b], low[b], bias);
         r[b] = __float_as_uint(fmaf(s[i][b] * gain, width[b], kValueMagic));
       }
-      weights[32 * i] = __byte_perm(__byte_perm(r[0], r[1], pick), __byte_perm(r[2], r[3], pick), 0x5410);
+      const std::uint32_t bytes = __byte_perm(__byte_perm(r[0], r[1], pick), __byte_perm(r[2], r[3], pick), 0x5410);
+      (C::team == 1 ? weights[32 * i] : mixed.weights[i]) = bytes;
     }
     sum = ptx::xor_sum<2>(ptx::xor_sum<1>(sum));
     bias = ptx::xor_sum<2>(ptx::xor_sum<1>(bias));
@@ -199,18 +214,37 @@ class BlockWarp : public BlockScores<C> {
     if (f_.value.outliers.slots > 0) {
       const float own_beta = __shfl_sync(0xFFFFFFFFU, beta, owner_.vector);
       __syncwarp();  // both halves have read their scores
+      float* to = weights_of(owner_.vector) + first;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kGroups; ++i) {
         if (owner_.half == 0) {
-          *reinterpret_cast<float4*>(own + 16 * i) = {s[i][0] * own_beta, s[i][1] * own_beta, s[i][2] * own_beta,
-                                                      s[i][3] * own_beta};
+          *reinterpret_cast<float4*>(to + 16 * i) = {s[i][0] * own_beta, s[i][1] * own_beta, s[i][2] * own_beta,
+                                                     s[i][3] * own_beta};
         }
       }
     }
     __syncwarp();
+    if constexpr (C::team > 1) this->clear_scores();
     const float owned_sum = __shfl_sync(0xFFFFFFFFU, sum, from);
     if (owner_.g == 0) state.sum[0] = fmaf(beta, owned_sum, state.sum[0]);
-    return {beta * ptx::reciprocal(gain), beta * __shfl_sync(0xFFFFFFFFU, bias, from)};
+    mixed.factor = beta * ptx::reciprocal(gain);
+    mixed.bias = beta * __shfl_sync(0xFFFFFFFFU, bias, from);
+    return mixed;
+  }
+  // first: the lane's first place.
+  __device__ __forceinline__ void take_scores(int first, float (&s)[kGroups][4]) const {
+#pragma unroll
+    for (int set = 0; set < C::score_sets; ++set) {
+      const float* from = scores(owner_.vector, set) + first;
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        const float4 four = *reinterpret_cast<const float4*>(from + 16 * i);
+        s[i][0] = set == 0 ? four.x : s[i][0] + four.x;
+        s[i][1] = set == 0 ? four.y : s[i][1] + four.y;
+        s[i][2] = set == 0 ? four.z : s[i][2] + four.z;
+        s[i][3] = set == 0 ? four.w : s[i][3] + four.w;
+      }
+    }
   }
 
   // Whether some vector must not see all of the page.
@@ -220,12 +254,14 @@ class BlockWarp : public BlockScores<C> {
            (args_.window > 0 && position < length - args_.window);
   }
 
-  // Adds what a slot's value has beyond the level of the middle code, which is the code of outliers.
+  // Adds what a slot's value has beyond the level of the middle code, which is the code of outliers. A team's warp
+  // takes those of its own tokens, whose weights count from its own maximum.
   __device__ __forceinline__ void add_slot(std::uint16_t value, int channel, int place, float middle, float factor) {
+    if (C::team > 1 && place / (kPage / C::team) != rank_) return;
     const float2 pair = grid()[place];
     const float rest = (ptx::widen2<C::bfloat>(value).x - fmaf(middle, pair.y, pair.x)) * factor;
 #pragma unroll
-    for (int k = 0; k < C::vectors; ++k) atomicAdd(extra(k) + channel, fixed_product(scores(k)[place], rest));
+    for (int k = 0; k < C::vectors; ++k) atomicAdd(extra(k) + channel, fixed_product(weights_of(k)[place], rest));
   }
   __device__ __forceinline__ void add_value_outliers(const std::uint8_t* page, float (&o)[C::value_tiles][2]) {
     const BlockTile& tile = f_.value;
@@ -307,10 +343,10 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
   const std::uint8_t* page = page_of(pages.begin + warp);
   worker.fetch_keys(page);
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
-    worker.wait();
+    worker.wait_keys();
     worker.score();
     worker.fetch_values(page);
-    worker.wait();
+    worker.wait_values();
     worker.mix(page, (first_page + i) * kPage, state);
     page = page_of(i + C::warps);
     worker.fetch_keys(page);

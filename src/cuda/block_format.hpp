@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "cuda/page_format.hpp"
+#include "cuda/reference.hpp"
 #include "kvant/layout.hpp"
 
 namespace kvant::cuda {
@@ -255,6 +256,17 @@ KVANT_BOTH constexpr int block_half_bytes(const BlockFormat& format) {
   const int values = block_slot_bytes(format) - keys;
   return keys > values ? keys : values;
 }
+
+// What a kernel with teams of warps needs to know before it asks for its first page: which pages of a sequence are
+// coded. It comes with the launch where sequences are few, since reading it from memory takes as long as reading the
+// page.
+struct TeamLayout {
+  static constexpr int kSequences = 32;
+  ReferenceArgs memory;  // of more sequences; of fewer, null pointers
+  std::int32_t first_page[kSequences] = {};
+  std::int32_t coded_pages[kSequences] = {};
+  std::int32_t sinks[kSequences] = {};
+};
 
 // Of keys before RoPE: float2 per 16 tokens of a page and pair of channels.
 KVANT_BOTH constexpr int block_angle_bytes(int key_dim) {

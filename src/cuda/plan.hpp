@@ -57,6 +57,15 @@ struct PlanDevice {
 // items = sequences * KV heads * blocks of vectors, all alike or not; pages: coded pages of the longest sequence.
 Split choose_split(const PlanDevice& device, int items, int pages, bool alike);
 
+// Of few vectors over block pages: thread blocks of `teams` teams of warps, a page each at a time, `parts` blocks for
+// each (sequence, head, block of vectors). 0 teams: pages are so many that a warp each is faster.
+struct TeamSplit {
+  int teams = 0;
+  int parts = 1;
+};
+// most_teams: of a block. items: sequences * KV heads * blocks of vectors; pages: coded pages of the longest sequence.
+TeamSplit choose_teams(int multiprocessors, int most_teams, std::int64_t items, std::int64_t pages);
+
 Plan make_plan(const Split& split, const PlanShape& shape, std::span<const PlanSequence> sequences);
 
 }  // namespace kvant::cuda

@@ -23,6 +23,7 @@ struct PrefillKernel {
   int shared_bytes = 0;
   bool block = false;   // over block pages (block.hpp); of the formats above only dimensions count then
   bool few = false;     // for few vectors
+  int team = 1;         // of few vectors: warps that share a page
   int rotation = 1;     // of the values (DeviceFormat)
   int keys_on_top = 0;  // pages whose keys come on top of shared_bytes: they have a size of their own
 
@@ -35,7 +36,7 @@ struct PrefillKernel {
 // How one call is cut: a thread block per (block of vectors, KV head, sequence, part of the tokens).
 struct PrefillSplit {
   int vector_blocks = 1;  // per KV head and sequence
-  int parts = 1;          // more than one: partial results meet in a second kernel
+  int parts = 1;          // more than one: partial results meet in a second kernel; not those of teams
 };
 
 // The best for the current device; null where this build has no such kernel.

@@ -62,10 +62,13 @@ struct VectorBlock {
   __device__ bool sees_all(int window, const StageRange& stage, int low, int high) const {
     return high <= min(fewest, stage.end) && low >= stage.first && (window == 0 || low >= most - window);
   }
+  // Number of the block among those of other sequences, heads and vectors.
+  __device__ int item() const {
+    return static_cast<int>((segment.sequence * gridDim.y + segment.kv_head) * gridDim.x) + block();
+  }
   // Where this part's results go unfinished, `floats` of them.
   __device__ float* partial(const DecodeArgs& args, int floats) const {
-    const auto item = (static_cast<std::int64_t>(segment.sequence) * gridDim.y + segment.kv_head) * gridDim.x + block();
-    return args.partials + (item * parts + part) * floats;
+    return args.partials + (static_cast<std::int64_t>(item()) * parts + part) * floats;
   }
 
  private:

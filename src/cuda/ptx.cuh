@@ -180,6 +180,11 @@ __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// A barrier of `threads` of the block's threads, whole warps; 0 is that of __syncthreads().
+__device__ __forceinline__ void meet_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- bulk copies that complete on an mbarrier (sm_90)
 

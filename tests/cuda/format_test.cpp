@@ -166,6 +166,27 @@ TEST(Plan, WholeSequencesWhereCutsWouldCostMore) {
   EXPECT_EQ(choose_split(device, 64, 64, true).whole, 0);     // clusters
 }
 
+// Few pages: enough blocks for every multiprocessor, as many teams as have pages, parts that are merged fast.
+TEST(Plan, TeamsWherePagesAreFew) {
+  const auto expect = [](std::int64_t items, std::int64_t pages, int teams, int parts) {
+    const TeamSplit split = choose_teams(132, 4, items, pages);
+    EXPECT_EQ(split.teams, teams) << items << " x " << pages;
+    EXPECT_EQ(split.parts, parts) << items << " x " << pages;
+  };
+  expect(8, 32, 2, 16);
+  expect(8, 64, 4, 16);
+  expect(1, 64, 4, 16);
+  expect(8, 8, 2, 4);
+  expect(8, 128, 4, 16);
+  expect(8, 160, 0, 1);  // a warp each
+  expect(8, 256, 0, 1);
+  expect(256, 64, 0, 1);
+  expect(8, 0, 1, 1);  // nothing but exact tokens
+  expect(0, 10, 0, 1);
+  EXPECT_EQ(choose_teams(132, 2, 8, 64).teams, 2);
+  EXPECT_EQ(choose_teams(20, 4, 8, 64).teams, 0);  // a small device
+}
+
 TEST(Plan, GroupsShareTheWorkEqually) {
   const std::vector<PlanSequence> sequences(32, PlanSequence{0, 256, 0, 0, 0});
   PlanShape shape;

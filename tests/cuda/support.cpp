@@ -7,6 +7,8 @@
 #include <cstring>
 #include <limits>
 
+#include "cuda/attend.hpp"
+
 namespace kvant::cuda::test {
 namespace {
 
@@ -115,6 +117,20 @@ void expect_agreement(const Shape& shape, unsigned seed) {
   }
 }
 
+// A warp per page, and teams in one part and in several.
+static void expect_few_forms(const Twins& twins, const Twins::Result& cpu) {
+  for (const TeamSplit& split : {TeamSplit{0, 1}, TeamSplit{1, 3}, TeamSplit{2, 1}, TeamSplit{4, 2}}) {
+    const AttendPlan plan(twins.batch, twins.query_heads(), twins.shape.rows, twins.shape.options);
+    auto& impl = const_cast<AttendPlan::Impl&>(plan.impl());
+    impl.split_few(split, impl.describe_sequences(0, 1));
+    const Twins::Result gpu = twins.on_gpu(plan);
+    const double most = twins.shape.cache.dtype == DType::bf16 ? 5e-3 : 1e-3;
+    EXPECT_LE(relative_error(gpu.out, cpu.out), most) << plan.describe();
+    EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << plan.describe();
+    EXPECT_EQ(plan.describe().find("teams") != std::string::npos, split.teams > 0);
+  }
+}
+
 void expect_blocks(const Shape& shape, unsigned seed) {
   SCOPED_TRACE(text_of(shape));
   const Twins twins(shape, seed);
@@ -129,6 +145,7 @@ void expect_blocks(const Shape& shape, unsigned seed) {
   EXPECT_LE(error, bfloat ? 5e-3 : 1e-3) << plan.describe();  // dequantized keys and values are rounded to the type
   EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
   std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
+  if (plan.path() == AttendPath::integer) expect_few_forms(twins, cpu);
   const Twins::Result reference = twins.on_gpu(AttendPath::reference);
   EXPECT_LE(relative_error(reference.out, cpu.out), bfloat ? 3e-3 : 4e-4) << "reference";
   EXPECT_LE(relative_error(reference.lse, cpu.lse), 1e-3) << "reference, log-sum-exp";

@@ -5,6 +5,7 @@
 // The emulation first.
 #include "cuda/block_decode.cuh"
 #include "cuda/block_kernel.cuh"
+#include "cuda/block_team.cuh"
 
 namespace kvant::cuda {
 namespace {
@@ -28,8 +29,26 @@ void expect_few() {
     using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat>;
     Problem problem(sealed(recipe).c_str(), {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16},
                     {5 * kPage, 2, 2});
-    problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(block_half_bytes(problem.format())));
+    problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(problem.format(), C::threads));
     EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
+  }
+}
+
+// 5 pages: teams with none, one, and several after another.
+template <int KeyDim, int ValueDim, bool Bfloat>
+void expect_teams() {
+  using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat, 4>;
+  for (const char* recipe : kRecipes) {
+    for (const auto& [teams, parts] : {std::pair{1, 1}, {2, 1}, {4, 1}, {1, 3}, {2, 2}}) {
+      if (teams > C::teams) continue;
+      SCOPED_TRACE(std::string(recipe) + ", " + std::to_string(teams) + " teams, " + std::to_string(parts) + " parts");
+      Problem problem(sealed(recipe).c_str(), {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16},
+                      {5 * kPage, 2, 3});
+      const int threads = teams * C::team_threads;
+      if (C::shared_bytes(problem.format(), threads) > static_cast<int>(kMostShared)) continue;
+      problem.run_teams(&block_team_kernel<C>, threads, C::vectors, C::shared_bytes(problem.format(), threads), parts);
+      EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
+    }
   }
 }
 
@@ -52,6 +71,15 @@ TEST(BlockEmulation, FewVectors) {
   expect_few<192, 128, false>();
   expect_few<192, 192, true>();
   expect_few<256, 256, false>();
+}
+
+TEST(BlockEmulation, Teams) {
+  expect_teams<64, 64, false>();
+  expect_teams<96, 96, true>();
+  expect_teams<128, 128, false>();
+  expect_teams<192, 128, false>();
+  expect_teams<192, 192, true>();
+  expect_teams<256, 256, false>();
 }
 
 TEST(BlockEmulation, ManyVectors) {

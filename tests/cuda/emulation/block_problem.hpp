@@ -92,6 +92,32 @@ class Problem {
     EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
   }
 
+  // The kernel merges its parts itself. Half of the calls are told of their pages in memory.
+  template <class Kernel>
+  void run_teams(const Kernel& kernel, int threads, int vectors, int shared_bytes, int parts) {
+    ASSERT_GT(sealed(), 0);
+    ASSERT_LE(static_cast<std::size_t>(shared_bytes), kMostShared);
+    TeamLayout layout{};
+    if (parts % 2 == 0) {
+      layout.memory = {&call_.first_page, &coded_, &sinks_};
+    } else {
+      layout.first_page[0] = call_.first_page;
+      layout.coded_pages[0] = coded_;
+      layout.sinks[0] = sinks_;
+    }
+    const int blocks = (args_.rows * args_.group + vectors - 1) / vectors;
+    const auto items = static_cast<std::size_t>(blocks * args_.kv_heads);
+    std::vector<std::uint32_t> counters(items);
+    partials_.assign(items * static_cast<std::size_t>(parts * vectors * (cache_.shape().value_dim + 2)), NAN);
+    args_.counters = counters.data();
+    args_.partials = partials_.data();
+    std::memset(shared, kPoison, sizeof shared);
+    emulation::launch(
+        threads, blocks, args_.kv_heads, [&] { kernel(args_, layout, parts, format_); }, parts);
+    EXPECT_EQ(counters, std::vector<std::uint32_t>(items));
+    EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+  }
+
   double error() const {
     const CacheShape& shape = cache_.shape();
     const int heads = shape.kv_heads * args_.group;

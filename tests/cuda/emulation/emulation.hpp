@@ -14,9 +14,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include "base/half.hpp"
@@ -87,7 +90,7 @@ struct Lane {
     const void* from;
     std::size_t bytes;
   };
-  std::vector<Copy> copies;  // on their way
+  std::deque<std::vector<Copy>> copies;  // on their way, in groups; the last is still open
 
   int paused = -1;  // the turn of all warps in which it lets the others go first
 
@@ -150,6 +153,7 @@ inline void enter() {
   lane.started = lane.done = false;
   lane.waits = nullptr;
   lane.paused = -1;
+  lane.copies.assign(1, {});
   getcontext(&lane.start);
   lane.start.uc_stack.ss_sp = lane.stack.get();
   lane.start.uc_stack.ss_size = kStack;
@@ -157,6 +161,23 @@ inline void enter() {
   makecontext(&lane.start, enter, 0);
 }
 
+// As far as it gets; whether that is anywhere.
+inline bool run_warp(std::size_t warp) {
+  bool any = false;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (std::size_t t = warp * kLanes; t < (warp + 1) * kLanes; ++t) {
+      if (!lanes[t].ready()) continue;
+      resume(t);
+      any = moved = true;
+    }
+  }
+  return any;
+}
+
+// Warps from the first to the last, from the last to the first, or at random: blocks take turns, so that none can rely
+// on another that is always ahead.
+inline int run = 0;
 inline void run_block(int threads, const std::function<void()>& kernel) {
   body = kernel;
   lanes.resize(std::max(lanes.size(), static_cast<std::size_t>(threads)));
@@ -164,22 +185,17 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
     if (!lane.stack) lane.stack = std::make_unique<std::byte[]>(kStack);
     prepare(lane);
   }
-  // Warp by warp, as far as each gets.
+  std::vector<std::size_t> order(static_cast<std::size_t>(threads / kLanes));
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  if (run % 3 == 1) std::reverse(order.begin(), order.end());
+  std::mt19937 random(static_cast<unsigned>(run));
   bool any = true;
   for (turn = 0; any; ++turn) {
     any = false;
-    for (std::size_t first = 0; first < static_cast<std::size_t>(threads); first += kLanes) {
-      bool moved = true;
-      while (moved) {
-        moved = false;
-        for (std::size_t t = first; t < first + kLanes; ++t) {
-          if (!lanes[t].ready()) continue;
-          resume(t);
-          any = moved = true;
-        }
-      }
-    }
+    if (run % 3 == 2) std::shuffle(order.begin(), order.end(), random);
+    for (const std::size_t warp : order) any = run_warp(warp) || any;
   }
+  ++run;
   for (std::size_t t = 0; t < static_cast<std::size_t>(threads); ++t) {
     if (!lanes[t].done) std::abort();  // some lane never came to the barrier
   }

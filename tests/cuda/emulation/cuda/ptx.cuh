@@ -16,7 +16,7 @@ inline std::uint32_t shared_address(const void* p) {
 // Copies come as late as they may; until then there are NaNs in their place.
 inline void async_copy(std::uint32_t to, const void* from, std::size_t bytes) {
   std::memset(shared + to, 0xFF, bytes);
-  emulation::current->copies.push_back({shared + to, from, bytes});
+  emulation::current->copies.back().push_back({shared + to, from, bytes});
 }
 inline void async_copy16(std::uint32_t to, const void* from) {
   async_copy(to, from, 16);
@@ -24,12 +24,17 @@ inline void async_copy16(std::uint32_t to, const void* from) {
 inline void async_copy4(std::uint32_t to, const void* from) {
   async_copy(to, from, 4);
 }
-inline void async_commit() {}
+inline void async_commit() {
+  emulation::current->copies.emplace_back();
+}
+// All groups of copies but the last `Pending` closed ones.
 template <int Pending>
 void async_wait() {
-  static_assert(Pending == 0);
-  for (const auto& [to, from, bytes] : emulation::current->copies) std::memcpy(to, from, bytes);
-  emulation::current->copies.clear();
+  auto& groups = emulation::current->copies;
+  while (groups.size() > Pending + 1) {
+    for (const auto& [to, from, bytes] : groups.front()) std::memcpy(to, from, bytes);
+    groups.pop_front();
+  }
 }
 
 inline void barrier_init(std::uint32_t barrier, int arrivals = 1) {
@@ -47,11 +52,17 @@ template <int Registers>
 void raise_registers() {}
 template <int Registers>
 void lower_registers() {}
+inline void meet_some(int barrier, int threads) {  // barrier < 16: shared memory begins with no mbarrier
+  emulation::barriers.try_emplace(static_cast<std::uint32_t>(barrier), emulation::Barrier{threads})
+      .first->second.arrive_and_wait();
+}
 template <int Barrier, int Threads>
 void meet() {
-  static_assert(Barrier < 16);  // shared memory begins with no mbarrier
-  emulation::barriers.try_emplace(Barrier, emulation::Barrier{Threads}).first->second.arrive_and_wait();
+  static_assert(Barrier < 16);
+  meet_some(Barrier, Threads);
 }
+inline void release_dependents() {}
+inline void wait_for_predecessor() {}
 
 template <bool Bfloat>
 float2 widen2(std::uint32_t pair) {
