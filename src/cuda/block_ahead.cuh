@@ -176,30 +176,13 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                          {format.head_bytes, C::exact.page_bytes(), C::exact.tile_bytes(), format.tokens_offset >= 0},
                          block);
   const Share share(stages.count(), block.part, parts);
-  // Warpgroups without a vector have nothing to do.
-  constexpr int group_vectors = C::m_tiles * 64;
-  const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
-  const int groups = (vectors + group_vectors - 1) / group_vectors;
-  WgmmaEngine<C>::load_queries(args, block.segment, shared);
-  auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
-  if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
-  if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
-  ptx::proxy_fence();
-  __syncthreads();
-
-  const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
+  const int group = choose_role<C>(args, block, shared);
   if (group == C::warps / 4) {
     ptx::lower_registers<C::unpack_registers>();
     BlockUnpacker<C>(args, format, stages, share, block.segment.kv_head, shared).run();
-    return;
+  } else {
+    attend_group<C>(args, block, stages, share, BlockPlaces<C>(format), group, shared);
   }
-  ptx::raise_registers<C::multiply_registers>();
-  if (group >= groups) return;
-  PrefillState<C> state;
-  state.reset();
-  multiply_stages<C>(args, block, stages, share, BlockPlaces<C>(format), group, shared, state);
-  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
-  store_vectors<C>(args, block.segment, state, partial);
 #else
   __trap();
 #endif

@@ -241,6 +241,37 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
   }
   multiplier.run(turned, share.end, state);
 }
+
+// What a block does before its warpgroups part. Returns this one's number, the last of which unpacks, or -1 where there
+// are no vectors for it.
+template <class C>
+__device__ __forceinline__ int choose_role(const DecodeArgs& args, const VectorBlock& block, std::uint8_t* shared) {
+  constexpr int group_vectors = C::m_tiles * 64;
+  const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
+  const int groups = (vectors + group_vectors - 1) / group_vectors;
+  WgmmaEngine<C>::load_queries(args, block.segment, shared);
+  // Few stages need to know where rows end: registers are dearer.
+  auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
+  if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
+  if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
+  ptx::proxy_fence();
+  __syncthreads();
+  const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
+  return group < groups || group == C::warps / 4 ? group : -1;
+}
+
+// All that a warpgroup does that multiplies.
+template <class C, class Pages>
+__device__ __forceinline__ void attend_group(const DecodeArgs& args, const VectorBlock& block, const StageList& stages,
+                                             const Share& share, const Pages& pages, int group, std::uint8_t* shared) {
+  ptx::raise_registers<C::multiply_registers>();
+  if (group < 0) return;
+  PrefillState<C> state;
+  state.reset();
+  multiply_stages<C>(args, block, stages, share, pages, group, shared, state);
+  float* partial = block.parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
+  store_vectors<C>(args, block.segment, state, partial);
+}
 #endif
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
@@ -254,31 +285,13 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const StageList stages(args, layout,
                          {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);
   const Share share(stages.count(), block.part, parts);
-  // Warpgroups without a vector have nothing to do.
-  constexpr int group_vectors = C::m_tiles * 64;
-  const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
-  const int groups = (vectors + group_vectors - 1) / group_vectors;
-  WgmmaEngine<C>::load_queries(args, block.segment, shared);
-  // Few stages need to know where rows end: registers are dearer.
-  auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
-  if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
-  if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
-  ptx::proxy_fence();
-  __syncthreads();
-
-  const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
+  const int group = choose_role<C>(args, block, shared);
   if (group == C::warps / 4) {
     ptx::lower_registers<C::unpack_registers>();
     unpack_stages<C>(args, stages, share, shared);
-    return;
+  } else {
+    attend_group<C>(args, block, stages, share, PagesInOrder<C>(), group, shared);
   }
-  ptx::raise_registers<C::multiply_registers>();
-  if (group >= groups) return;
-  PrefillState<C> state;
-  state.reset();
-  multiply_stages<C>(args, block, stages, share, PagesInOrder<C>(), group, shared, state);
-  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
-  store_vectors<C>(args, block.segment, state, partial);
 #else
   __trap();
 #endif
