@@ -91,6 +91,18 @@ class BlockScores : public BlockSlot<C> {
     __syncthreads();
   }
 
+  // The ranges of the four channels of a four.
+  struct Ends {
+    float min[4], max[4];
+  };
+  __device__ __forceinline__ Ends ends_of(const BlockTile& tile, int four) const {
+    const auto lows = *reinterpret_cast<const uint2*>(raw() + tile.min_offset + 8 * four);
+    const auto highs = *reinterpret_cast<const uint2*>(raw() + tile.max_offset + 8 * four);
+    const float2 low[2] = {ptx::widen2<C::bfloat>(lows.x), ptx::widen2<C::bfloat>(lows.y)};
+    const float2 high[2] = {ptx::widen2<C::bfloat>(highs.x), ptx::widen2<C::bfloat>(highs.y)};
+    return {{low[0].x, low[0].y, low[1].x, low[1].y}, {high[0].x, high[0].y, high[1].x, high[1].y}};
+  }
+
   // q * width of every depth index as bytes: rows 2v and 2v + 1 are the high and the low ones of vector v. Returns, for
   // the owned vector, {integer score -> score, q . min}.
   __device__ __forceinline__ float2 prepare_keys(const BlockTile& tile, int number) {
@@ -105,14 +117,11 @@ class BlockScores : public BlockSlot<C> {
     for (int round = 0; round < rounds; ++round) {
       const int four = min(32 * round + lane_, fours - 1);
       const float live = 32 * round + lane_ < fours ? 1.0F : 0.0F;
-      const auto lows = *reinterpret_cast<const uint2*>(raw() + tile.min_offset + 8 * four);
-      const auto highs = *reinterpret_cast<const uint2*>(raw() + tile.max_offset + 8 * four);
-      const float2 low[2] = {ptx::widen2<C::bfloat>(lows.x), ptx::widen2<C::bfloat>(lows.y)};
-      const float2 high[2] = {ptx::widen2<C::bfloat>(highs.x), ptx::widen2<C::bfloat>(highs.y)};
+      const Ends ends = ends_of(tile, four);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float min = live * (i % 2 == 0 ? low[i / 2].x : low[i / 2].y);
-        const float max = live * (i % 2 == 0 ? high[i / 2].x : high[i / 2].y);
+        const float min = live * ends.min[i];
+        const float max = live * ends.max[i];
         const float width = (max - min) * rate(tile, number, 4 * four + i);
         const float4 q = queries_[tile.order_offset < 0 ? 4 * four + i : raw()[tile.order_offset + 4 * four + i]];
         const float parts[4] = {q.x, q.y, q.z, q.w};
@@ -252,19 +261,14 @@ class BlockScores : public BlockSlot<C> {
     for (int round = 0; round < rounds; ++round) {
       const int four = min(32 * round + lane_, fours - 1);
       const float live = 32 * round + lane_ < fours ? 1.0F : 0.0F;
-      const auto lows = *reinterpret_cast<const uint2*>(raw() + tile.min_offset + 8 * four);
-      const auto highs = *reinterpret_cast<const uint2*>(raw() + tile.max_offset + 8 * four);
-      const float2 low[2] = {ptx::widen2<C::bfloat>(lows.x), ptx::widen2<C::bfloat>(lows.y)};
-      const float2 high[2] = {ptx::widen2<C::bfloat>(highs.x), ptx::widen2<C::bfloat>(highs.y)};
+      const Ends ends = ends_of(tile, four);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float min = i % 2 == 0 ? low[i / 2].x : low[i / 2].y;
-        const float max = i % 2 == 0 ? high[i / 2].x : high[i / 2].y;
         const int channel = tile.order_offset < 0 ? 4 * four + i : raw()[tile.order_offset + 4 * four + i];
         const float q = live * queries[channel];
-        v[round][i] = q * ((max - min) * rate(tile, number, 4 * four + i));
+        v[round][i] = q * ((ends.max[i] - ends.min[i]) * rate(tile, number, 4 * four + i));
         peak = fmaxf(peak, fabsf(v[round][i]));
-        zero = fmaf(q, min, zero);
+        zero = fmaf(q, ends.min[i], zero);
       }
     }
     peak = warp_max(peak);
