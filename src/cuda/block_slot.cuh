@@ -89,11 +89,10 @@ class BlockCopies {
   __device__ explicit BlockCopies(std::uint8_t* barriers)
       : lane_(static_cast<int>(threadIdx.x) % (32 * Team)), barrier_(ptx::shared_address(barriers)) {
 #if __CUDA_ARCH__ >= 900
-    if (lane_ == 0) {
-      ptx::barrier_init(barrier_);
-      if (Team > 1) ptx::barrier_init(barrier_ + 8);
-      ptx::barrier_init_fence();
-    }
+    // A loop, so that warps without lane 0 branch around it: racecheck takes a predicated init for theirs as well.
+#pragma unroll 1
+    for (unsigned i = 0; lane_ == 0 && i < (Team == 1 ? 1U : 2U); ++i) ptx::barrier_init(barrier_ + 8U * i);
+    ptx::barrier_init_fence();
 #endif
     if (Team == 1) __syncwarp();
   }
@@ -216,6 +215,11 @@ class BlockSlot {
     } else {
       ptx::meet_some(1 + team_, C::team_threads);
     }
+  }
+  // A page's turn of a team without one: racecheck takes what warps did in shared memory for unordered, whatever they
+  // wait for later, once some have met more often than others.
+  __device__ void sit_out() const {
+    for (int i = 0; i < 3; ++i) meet();
   }
 
  protected:

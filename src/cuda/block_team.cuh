@@ -146,7 +146,11 @@ __global__ void __launch_bounds__(C::threads, 1)
   state.reset();
   state.last[0] = block.row_end(args, lane.t);
   state.first[0] = args.window > 0 ? max(0, state.last[0] - args.window) : 0;
-  for (; i < pages.end; i += teams) {
+  for (int first = pages.begin; first < pages.end; first += teams, i += teams) {
+    if (i >= pages.end) {
+      worker.sit_out();
+      break;
+    }
     worker.wait_keys();
     worker.score();
     const std::uint8_t* next = page_of(i + teams);
