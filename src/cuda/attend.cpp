@@ -222,7 +222,9 @@ void AttendPlan::Impl::split_few(const TeamSplit& split, std::span<const PlanSeq
 
 void AttendPlan::Impl::split_prefill() {
   const std::int64_t vectors = static_cast<std::int64_t>(args.rows) * args.group;
-  prefill_split.vector_blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
+  const auto blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
+  prefill_split.ranks = std::min(prefill->ranks, blocks);
+  prefill_split.vector_blocks = (blocks + prefill_split.ranks - 1) / prefill_split.ranks * prefill_split.ranks;
   const std::int64_t seen =
       args.window > 0 ? std::min<std::int64_t>(longest, std::int64_t{args.window} + args.rows) : longest;
   const int slots = prepare_prefill(*prefill, args.key_bytes);
@@ -353,6 +355,10 @@ std::string describe_teams(const AttendPlan::Impl& impl) {
          " warps" + (impl.options.overlap ? ", overlapped" : "");
 }
 
+std::string describe_clusters(const PrefillSplit& split) {
+  return split.ranks == 1 ? "" : ", clusters of " + std::to_string(split.ranks);
+}
+
 }  // namespace
 
 std::string AttendPlan::describe() const {
@@ -363,7 +369,7 @@ std::string AttendPlan::describe() const {
                                                     : "prefill from CPU blocks, ";
     return name + std::to_string(impl_->prefill_split.vector_blocks) + " blocks of " +
            std::to_string(impl_->prefill->vectors) + " vectors, " + std::to_string(impl_->prefill_split.parts) +
-           " parts" + describe_teams(*impl_);
+           " parts" + describe_clusters(impl_->prefill_split) + describe_teams(*impl_);
   }
   const Split& split = impl_->plan.split;
   return "integer, " + std::to_string(split.groups) + " x " + std::to_string(split.ranks) + " blocks of " +

@@ -63,6 +63,7 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
                          kernel.function, kernel.vectors, kernel.threads, bytes};
     best->block = true;
     best->few = kernel.few;
+    best->ranks = kernel.ranks;
   }
   return best;
 }

@@ -22,6 +22,7 @@ struct BlockKernel {
   bool before_rope = false;  // pages whose keys are those before RoPE, and no others
   bool wgmma = false;        // for sm_90a only
   int team = 1;              // of few vectors: warps that share a page
+  int ranks = 1;             // of many: PrefillKernel
 };
 
 std::span<const BlockKernel> block_kernels();

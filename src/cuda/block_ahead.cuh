@@ -14,6 +14,7 @@ class BlockPlaces {
  public:
   __device__ explicit BlockPlaces(const BlockFormat& format) : format_(format) {}
 
+  __device__ __forceinline__ int buffers() const { return C::buffers(format_); }
   __device__ __forceinline__ int rotation() const { return format_.value.rotation; }
   __device__ __forceinline__ bool is_whole(const VectorBlock& block, int window, const StageRange& stage,
                                            bool coded) const {
@@ -39,7 +40,8 @@ class BlockPlaces {
 };
 
 // The warpgroup that unpacks: a page's bytes, its entry in the page table and the list of its outliers are on their way
-// while the page before it becomes tiles, where there is room for two.
+// while the page before it becomes tiles, where there is room for two. Blocks of a cluster unpack pages in turns, each
+// for all of them.
 template <class C>
 class BlockUnpacker {
  public:
@@ -51,24 +53,34 @@ class BlockUnpacker {
         share_(share),
         shared_(shared),
         page_(format, C::work(), shared, kv_head),
-        ring_(shared),
-        pages_(stages.pages()),
+        ring_(shared, C::buffers(format)),
+        first_half_(stages.pages().number(0) * 2 + stages.pages().half(0)),
         coded_end_(min(share.end, stages.coded())),
-        two_raw_(C::raw_slots(format) == 2) {}
+        two_raw_(C::raw_slots(format) == 2) {
+    if (C::unpack_thread() == 0) {
+      ptx::barrier_init(page_barrier());
+      ptx::barrier_init_fence();
+    }
+    meet();
+  }
 
   __device__ __forceinline__ void run() {
+    static_assert(C::ranks <= 2);
     int i = share_.begin;
-    if (i < coded_end_) fetch(i, pages_.entry(i));
+    const int first = is_own(i) ? i : i + 2 - half(i);
+    if (first < coded_end_) fetch(first, stages_.pages().entry(first));
 #pragma unroll 1
     for (; i < coded_end_; ++i, ring_.advance()) {
-      const bool fresh = i == share_.begin || pages_.half(i) == 0;
+      const bool own = is_own(i);
+      const bool fresh = own && (half(i) == 0 || page_.is_first());
       if (fresh) begin_page(i);
       ring_.wait_empty();
-      page_.unpack(pages_.half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes, kPart, kParts);
+      if (!own) continue;
+      page_.unpack(half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes);
       if (page_.has_outliers()) add_outliers(i, fresh);
-      if constexpr (C::turned) turn_keys(pages_.half(i));
-      ring_.give_full();
-      if (!two_raw_ && pages_.half(i) == 1 && i + 1 < coded_end_) {
+      if constexpr (C::turned) turn_keys(half(i));
+      ring_.give_full_to_all(rank(), ranks());
+      if (!two_raw_ && half(i) == 1 && has_next(i)) {
         meet();
         fetch_next(i);
       }
@@ -82,10 +94,6 @@ class BlockUnpacker {
   }
 
  private:
-  // What of a stage's tokens this block unpacks.
-  static constexpr int kPart = 0;
-  static constexpr int kParts = 1;
-
   static __device__ __forceinline__ void meet() {
     ptx::meet<1, C::unpack_threads>();
   }
@@ -94,29 +102,53 @@ class BlockUnpacker {
     ptx::async_wait<0>();
   }
 
-  // The first stage of the page after that of stage i.
+  // Read where they are needed, as most of what follows: the compiler would spill what it keeps.
+  static __device__ __forceinline__ int rank() {
+    return C::ranks == 1 ? 0 : ptx::cluster_rank();
+  }
+  static __device__ __forceinline__ int ranks() {
+    return C::ranks == 1 ? 1 : ptx::cluster_ranks();
+  }
+  __device__ __forceinline__ int half(int i) const {
+    return (first_half_ + i) & 1;
+  }
+  __device__ __forceinline__ int number(int i) const {
+    return (first_half_ + i) >> 1;
+  }
+  __device__ __forceinline__ bool is_own(int i) const {
+    return (number(i) & (ranks() - 1)) == rank();
+  }
+  // The first stage of this block's page after that of stage i.
   __device__ __forceinline__ int next_page(int i) const {
-    return i + 2 - pages_.half(i);
+    return i + 2 * ranks() - half(i);
   }
   __device__ __forceinline__ bool has_next(int i) const {
     return next_page(i) < coded_end_;
   }
   // Of two pages by turns.
+  __device__ __forceinline__ int turn_of(int i) const {
+    return number(i) >> (ranks() - 1) & 1;
+  }
   __device__ __forceinline__ std::int32_t* entry_of(int i) const {
-    return reinterpret_cast<std::int32_t*>(shared_ + C::entries_offset) + pages_.number(i) % 2;
+    return reinterpret_cast<std::int32_t*>(shared_ + C::entries_offset) + turn_of(i);
   }
   __device__ __forceinline__ std::uint8_t* raw_of(int i) const {
-    return shared_ + C::raw_offset + (two_raw_ ? pages_.number(i) % 2 : 0) * block_slot_bytes(format_);
+    return shared_ + C::raw_offset(format_) + (two_raw_ ? turn_of(i) : 0) * block_slot_bytes(format_);
   }
   __device__ __forceinline__ float2* runs() const {
     return reinterpret_cast<float2*>(shared_ + C::angles_offset);
   }
 
+  __device__ __forceinline__ std::uint32_t page_barrier() const {
+    return ptx::shared_address(shared_ + C::page_barrier_offset);
+  }
+
   // The page of stage i, and the entry of the page table that the page after it needs.
   __device__ __forceinline__ void fetch(int i, std::int32_t entry) {
-    page_.fetch(pages_.data(args_, entry), raw_of(i));
+    const CodedPages pages = stages_.pages();
+    page_.fetch(pages.data(args_, entry), raw_of(i), page_barrier());
     if (has_next(i) && C::unpack_thread() == 0) {
-      ptx::async_copy4(ptx::shared_address(entry_of(next_page(i))), pages_.entry_at(next_page(i)));
+      ptx::async_copy4(ptx::shared_address(entry_of(next_page(i))), pages.entry_at(next_page(i)));
     }
   }
   __device__ __forceinline__ void fetch_next(int i) {
@@ -125,11 +157,14 @@ class BlockUnpacker {
 
   __device__ __forceinline__ void begin_page(int i) {
     wait_for_copies();
+    ptx::barrier_wait(page_barrier(), parity_);
+    parity_ ^= 1U;
     meet();  // the page is here, and nobody reads the one before any more
+    const bool first = page_.is_first();
     page_.prepare(raw_of(i));
-    if (i == share_.begin || !two_raw_) page_.fetch_list();
+    if (first || !two_raw_) page_.fetch_list();
     if (two_raw_ && has_next(i)) fetch_next(i);
-    if constexpr (C::turned) place_angles<C>(format_.turns, pages_.number(i) * kPage, runs());
+    if constexpr (C::turned) place_angles<C>(format_.turns, number(i) * kPage, runs());
     meet();
   }
 
@@ -138,8 +173,7 @@ class BlockUnpacker {
   __device__ __forceinline__ void add_outliers(int i, bool fresh) {
     if (fresh) wait_for_copies();
     meet();
-    page_.add_outliers(ring_.keys(), ring_.values(), pages_.half(i) * kStageTokens + kStageTokens / kParts * kPart,
-                       kStageTokens / kParts);
+    page_.add_outliers(ring_.keys(), ring_.values(), half(i));
     if (fresh && two_raw_ && has_next(i)) page_.fetch_list();
   }
 
@@ -147,7 +181,7 @@ class BlockUnpacker {
     meet();
     const std::uint8_t* tokens = page_.tokens() == nullptr ? nullptr : page_.tokens() + half * kStageTokens;
     const StageAngles angles{format_.turns, runs(), tokens, half * kStageTokens};
-    CoreTurner<C>(angles, format_, ring_.keys(), kPart, kParts).run();
+    CoreTurner<C>(angles, format_, ring_.keys()).run();
   }
 
   const DecodeArgs& args_;
@@ -157,9 +191,10 @@ class BlockUnpacker {
   std::uint8_t* shared_;
   CorePage<C> page_;
   TileRing<C> ring_;
-  CodedPages pages_;
+  int first_half_;  // page of stage 0
   int coded_end_;
   bool two_raw_;
+  std::uint32_t parity_ = 0;  // of the next page's copies
 };
 #endif
 
@@ -170,19 +205,22 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                        [[maybe_unused]] const __grid_constant__ ReferenceArgs layout, [[maybe_unused]] int parts,
                        [[maybe_unused]] const __grid_constant__ BlockFormat format) {
 #ifdef KVANT_WGMMA
-  extern __shared__ __align__(128) std::uint8_t shared[];
-  const VectorBlock block(args, C::vectors, parts);
+  std::uint8_t* const shared = ptx::dynamic_shared();
+  VectorBlock block(args, C::vectors, parts);
+  const bool together = C::ranks > 1 && ptx::cluster_ranks() > 1;
+  if (together) block.cover_cluster(args, C::vectors, ptx::cluster_rank(), ptx::cluster_ranks());
   const StageList stages(args, layout,
                          {format.head_bytes, C::exact.page_bytes(), C::exact.tile_bytes(), format.tokens_offset >= 0},
                          block);
   const Share share(stages.count(), block.part, parts);
-  const int group = choose_role<C>(args, block, shared);
+  const int group = choose_role<C>(args, block, C::buffers(format), shared);
   if (group == C::warps / 4) {
     ptx::lower_registers<C::unpack_registers>();
     BlockUnpacker<C>(args, format, stages, share, block.segment.kv_head, shared).run();
   } else {
     attend_group<C>(args, block, stages, share, BlockPlaces<C>(format), group, shared);
   }
+  if (together) meet_cluster();  // until then others may write to this block's memory
 #else
   __trap();
 #endif

@@ -1,5 +1,5 @@
 // From block pages to the tiles of warpgroup matrix instructions: core matrices of 8 rows by 8 depth indices, 128 bytes
-// each, [token / 8][channel / 8] for keys and values alike, so that the tokens of a part of a stage lie together.
+// each, [token / 8][channel / 8] for keys and values alike.
 //
 // A lane has a row of each of four row tiles and, twice, eight depth indices of it (RowWords): 16 bytes of a core
 // matrix, one store wherever the row belongs. Eight lanes fill a core matrix, which meets every bank once.
@@ -7,6 +7,7 @@
 
 #include "cuda/block_outliers.cuh"
 #include "cuda/prefill_tiles.cuh"
+#include "cuda/wgmma.cuh"
 
 namespace kvant::cuda {
 
@@ -35,9 +36,18 @@ struct BlockAheadConfig {
   static constexpr int key_tiles = KeyDim / 16;
   static constexpr int value_tiles = ValueDim / 16;
 
-  // Shared memory: queries; two buffers of tiles, each with the token in each of its places; then the work of unpacking
-  // and as many pages as there is room for.
-  static constexpr int keys_offset = vectors * KeyDim * 2;
+  // Shared memory: queries; barriers; the work of unpacking; the buffers of tiles, each with the token in each of its
+  // places; and as many pages as there is room for.
+  static constexpr int barrier_offset = vectors * KeyDim * 2;
+  static constexpr int most_buffers = KeyDim + ValueDim <= 256 ? 4 : 2;
+  // Blocks of a cluster that share what they unpack, at most: it takes a third buffer.
+  static constexpr int ranks = most_buffers > 2 ? 2 : 1;
+  static constexpr int row_ends_offset = barrier_offset + most_buffers * 16;
+  static constexpr int angles_offset = BlockWork(row_ends_offset + vectors * 4).end;
+  static constexpr int slots_offset = angles_offset + (Turned ? block_angle_bytes(KeyDim) : 0);
+  static constexpr int entries_offset = slots_offset + 2 * SlotRoom::bytes;  // of the page table, of two pages by turns
+  static constexpr int page_barrier_offset = entries_offset + 8;             // of the copies of a page
+  static constexpr int keys_offset = (page_barrier_offset + 8 + 127) / 128 * 128;
   static constexpr int key_depth_stride = kCoreBytes;
   static constexpr int key_row_stride = KeyDim / 8 * kCoreBytes;
   static constexpr int key_tile_bytes = kStageTokens * KeyDim * 2;
@@ -45,21 +55,23 @@ struct BlockAheadConfig {
   static constexpr int value_tile_bytes = kStageTokens * ValueDim * 2;
   static constexpr int tile_bytes = key_tile_bytes + value_tile_bytes + kCoreBytes;
   static_assert(kStageTokens <= kCoreBytes);
-  static constexpr int buffers = 2;
-  static constexpr int barrier_offset = keys_offset + buffers * tile_bytes;
-  static constexpr int row_ends_offset = barrier_offset + buffers * 16;
-  static constexpr int angles_offset = BlockWork(row_ends_offset + vectors * 4).end;
-  static constexpr int slots_offset = angles_offset + (Turned ? block_angle_bytes(KeyDim) : 0);
-  static constexpr int entries_offset = slots_offset + 2 * SlotRoom::bytes;  // of the page table, of two pages by turns
-  static constexpr int raw_offset = entries_offset + 16;
-  static_assert(raw_offset % 16 == 0);
 
   KVANT_BOTH static constexpr BlockWork work() { return BlockWork(row_ends_offset + vectors * 4); }
+  // Buffers come before a second page; large pages leave room for fewer of them.
+  KVANT_BOTH static constexpr int buffers(const BlockFormat& format) {
+    constexpr bool spare = most_buffers > 2;
+    return spare && keys_offset + most_buffers * tile_bytes + block_slot_bytes(format) > kMostSharedBytes
+               ? most_buffers - 1
+               : most_buffers;
+  }
+  KVANT_BOTH static constexpr int raw_offset(const BlockFormat& format) {
+    return keys_offset + buffers(format) * tile_bytes;
+  }
   KVANT_BOTH static constexpr int raw_slots(const BlockFormat& format) {
-    return raw_offset + 2 * block_slot_bytes(format) <= kMostSharedBytes ? 2 : 1;
+    return raw_offset(format) + 2 * block_slot_bytes(format) <= kMostSharedBytes ? 2 : 1;
   }
   static constexpr int shared_bytes(const BlockFormat& format) {
-    return raw_offset + raw_slots(format) * block_slot_bytes(format);
+    return raw_offset(format) + raw_slots(format) * block_slot_bytes(format);
   }
 
   static __device__ __forceinline__ int unpack_thread() { return static_cast<int>(threadIdx.x) - first_unpack_thread; }
@@ -113,7 +125,7 @@ class OctetDequantizer {
   BlockDequantizer first_, second_;
 };
 
-// BlockPage's sequence of calls. part of parts (1, 2 or 4): of a stage's tokens, cut in their order.
+// BlockPage's sequence of calls.
 template <class C>
 class CorePage : public BlockPage<C, CoreElements<C>, ListedSlots<C>> {
   using Page = BlockPage<C, CoreElements<C>, ListedSlots<C>>;
@@ -125,49 +137,52 @@ class CorePage : public BlockPage<C, CoreElements<C>, ListedSlots<C>> {
  public:
   using Page::Page;
 
+#ifdef KVANT_WGMMA
+  // As the base's, with copies that complete on a barrier of one arrival.
+  __device__ void fetch(const std::uint8_t* block, std::uint8_t* raw, std::uint32_t barrier) {
+    const std::uint8_t* page = this->page_of(block);
+    if (C::unpack_thread() == 0) {
+      const std::uint32_t to = ptx::shared_address(raw);
+      const int grid_bytes = f_.value.shared_grid != 0 ? kPage * 4 : 0;
+      ptx::barrier_expect(barrier, static_cast<std::uint32_t>(f_.head_bytes + grid_bytes));
+      ptx::bulk_copy(to, block, static_cast<std::uint32_t>(f_.head_bytes), barrier);
+      if (grid_bytes > 0) ptx::bulk_copy(to + f_.head_bytes, page + f_.value.min_offset, grid_bytes, barrier);
+    }
+    if (f_.value.outliers.slots > 0) this->slots_.fetch(f_, page, this->head_);
+  }
+#endif
   // Starts to copy the list of outliers of the page that was fetched last.
   __device__ void fetch_list() const {
     if (f_.value.outliers.slots > 0) this->slots_.fetch_list(f_);
   }
 
-  // tokens: where those of the part go, a byte per place, if they have an order.
-  __device__ __forceinline__ void unpack(int half, std::uint8_t* keys, std::uint8_t* values, std::uint8_t* tokens,
-                                         int part, int parts) const {
+  // tokens: where the stage's go, a byte per place, if they have an order.
+  __device__ __forceinline__ void unpack(int half, std::uint8_t* keys, std::uint8_t* values,
+                                         std::uint8_t* tokens) const {
     constexpr int key_jobs = C::key.dim / kStep;
-    constexpr int chunks = (C::value_tiles + 3) / 4;
-    // Values: a job is 32 tokens by 64 channels, or what the part has of it, two of them then.
-    const int splits = parts == 1 ? 1 : 2;
-    const int value_jobs = chunks * 2;
+    constexpr int value_jobs = (C::value_tiles + 3) / 4 * 2;  // 32 tokens by 64 channels
     for (int job = C::unpack_thread() / 32; job < key_jobs + value_jobs; job += C::unpack_warps) {
       if (job < key_jobs) {
-        const int begin = kStageTokens / parts * part;
-        unpack_keys(f_.key, 0, 0, half, job, begin, begin + kStageTokens / parts, keys);
-        if (f_.rest.rows > 0) {
-          unpack_keys(f_.rest, 1, Page::kRestGrid, half, job, begin, begin + kStageTokens / parts, keys);
-        }
+        unpack_keys(f_.key, 0, 0, half, job, keys);
+        if (f_.rest.rows > 0) unpack_keys(f_.rest, 1, Page::kRestGrid, half, job, keys);
       } else {
-        const int number = job - key_jobs;
-        ValueJob what;
-        what.chunk = number / 2;
-        what.pair = splits == 1 ? number % 2 : 2 * part / parts;
-        what.first_octet = parts == 4 ? part % 2 : 0;
-        what.octets = parts == 4 ? 1 : 2;
-        what.first_tile = splits == 1 ? 0 : number % 2 * 2;
-        what.tiles = 4 / splits;
-        unpack_values(what, half, values);
+        unpack_values((job - key_jobs) / 2, (job - key_jobs) % 2, half, values);
       }
     }
-    if (f_.tokens_offset < 0) return;
     const int place = C::unpack_thread();
-    if (place < kStageTokens && place * parts / kStageTokens == part) {
+    if (f_.tokens_offset >= 0 && place < kStageTokens) {
       tokens[place] = raw_[f_.tokens_offset + half * kStageTokens + place];
     }
   }
 
  private:
-  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) % 16; }
+  static __device__ __forceinline__ int row() {
+    return static_cast<int>(threadIdx.x) % 16;
+  }
   // Which of the eight-index groups 4 pair + 2 h + (0 or 1) is this lane's.
-  static __device__ __forceinline__ int octet() { return static_cast<int>(threadIdx.x) % 32 / 16; }
+  static __device__ __forceinline__ int octet() {
+    return static_cast<int>(threadIdx.x) % 32 / 16;
+  }
 
   static __device__ __forceinline__ uint4 pack(const float (&x)[2][4]) {
     return {ptx::narrow2<C::bfloat>(x[0][0], x[0][1]), ptx::narrow2<C::bfloat>(x[0][2], x[0][3]),
@@ -179,12 +194,12 @@ class CorePage : public BlockPage<C, CoreElements<C>, ListedSlots<C>> {
     return {grid, Codes == BlockCodes::any ? tile.wide != 0 : has_table(Codes)};
   }
 
-  // Channels 32 pair to 32 pair + 31 of the places [begin, end) of the half.
+  // Channels 32 pair to 32 pair + 31 of the half's places that the tile has.
   __device__ __forceinline__ void unpack_keys(const BlockTile& tile, int number, int grid, int half, int pair,
-                                              int begin, int end, std::uint8_t* keys) const {
+                                              std::uint8_t* keys) const {
     const int origin = tile.first - half * kStageTokens;  // the place of the tile's first row
-    begin = max(begin, origin);
-    end = min(end, origin + tile.rows);
+    const int begin = max(0, origin);
+    const int end = min(kStageTokens, origin + tile.rows);
     if (begin >= end) return;
 #pragma unroll 1
     for (int chunk = (begin - origin) / kStageTokens; chunk <= (end - 1 - origin) / kStageTokens; ++chunk) {
@@ -253,48 +268,40 @@ class CorePage : public BlockPage<C, CoreElements<C>, ListedSlots<C>> {
     }
   }
 
-  // Row tiles first_tile and on of a chunk of four, octets first_octet and on of a pair of twice 16 tokens.
-  struct ValueJob {
-    int chunk, pair;
-    int first_tile, tiles;
-    int first_octet, octets;
-  };
-
-  __device__ __forceinline__ void unpack_values(const ValueJob& job, int half, std::uint8_t* values) const {
-    const int four = (half * 2 + job.pair) * 8 + 2 * octet();
-    with_codes(f_.value, job.chunk, [&](const auto kind) {
+  // Of a chunk of four row tiles tokens 32 pair to 32 pair + 31 of the half.
+  __device__ __forceinline__ void unpack_values(int chunk, int pair, int half, std::uint8_t* values) const {
+    const int four = (half * 2 + pair) * 8 + 2 * octet();
+    with_codes(f_.value, chunk, [&](const auto kind) {
       constexpr BlockCodes kCodes = decltype(kind)::value;
       StepCodes codes;
-      load_step<kCodes, C::value_tiles, RowWords>(f_.value, planes_ + 2 * kBlockPlanes, raw_, job.chunk, row(), four,
+      load_step<kCodes, C::value_tiles, RowWords>(f_.value, planes_ + 2 * kBlockPlanes, raw_, chunk, row(), four,
                                                   codes);
       if (!has_table(kCodes) && f_.value.factor_offset >= 0) {
-        store_values<kCodes, true>(job, four, codes, values);
+        store_values<kCodes, true>(chunk, pair, four, codes, values);
       } else {
-        store_values<kCodes, false>(job, four, codes, values);
+        store_values<kCodes, false>(chunk, pair, four, codes, values);
       }
     });
   }
 
   // Scaled: channels have factors; methods with tables have none.
   template <BlockCodes Codes, bool Scaled>
-  __device__ __forceinline__ void store_values(const ValueJob& job, int four, const StepCodes& codes,
+  __device__ __forceinline__ void store_values(int chunk, int pair, int four, const StepCodes& codes,
                                                std::uint8_t* values) const {
-    const int channel = job.chunk * 4 * kTile + row();
-    std::uint8_t* to = values + (4 * job.pair + octet()) * C::value_depth_stride + core_row_at(channel, kCoreBytes);
+    const int channel = chunk * 4 * kTile + row();
+    std::uint8_t* to = values + (4 * pair + octet()) * C::value_depth_stride + core_row_at(channel, kCoreBytes);
     float factors[4] = {1, 1, 1, 1};
 #pragma unroll
     for (int j = 0; j < 4 && Scaled; ++j) {
-      if (4 * job.chunk + j >= C::value_tiles) break;
+      if (4 * chunk + j >= C::value_tiles) break;
       factors[j] = Page::widen(Page::load16(raw_ + f_.value.factor_offset + 2 * (channel + j * kTile)));
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (h < job.first_octet || h >= job.first_octet + job.octets) continue;
       const auto dequantize = dequantizer<Codes>(f_.value, grids_ + Page::kValueGrid + kFour * (four + 4 * h));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j < job.first_tile || j >= job.first_tile + job.tiles) continue;
-        if (C::value_tiles % 4 != 0 && 4 * job.chunk + j >= C::value_tiles) break;
+        if (C::value_tiles % 4 != 0 && 4 * chunk + j >= C::value_tiles) break;
         float x[2][4];
         dequantize.template expand<Codes>(codes, j, h, x);
 #pragma unroll

@@ -6,19 +6,15 @@
 
 namespace kvant::cuda {
 
-// One stage's tile of keys. Every thread that unpacks calls run(), once the part of the tile is complete.
+// One stage's tile of keys. Every thread that unpacks calls run(), once the tile is complete.
 //
 // A lane has one of 16 places and eight pairs of channels in each of the tile's runs of 16 places: where these are
 // positions too, the angles beyond that of the run are the same for all of them.
 template <class C>
 class CoreTurner {
  public:
-  __device__ CoreTurner(const StageAngles& angles, const BlockFormat& format, std::uint8_t* keys, int part, int parts)
-      : angles_(angles),
-        format_(format),
-        keys_(keys),
-        begin_(kStageTokens / parts * part),
-        end_(begin_ + kStageTokens / parts) {}
+  __device__ CoreTurner(const StageAngles& angles, const BlockFormat& format, std::uint8_t* keys)
+      : angles_(angles), format_(format), keys_(keys) {}
 
   __device__ __forceinline__ void run() const {
     const BlockTurns& turns = angles_.turns;
@@ -27,7 +23,7 @@ class CoreTurner {
     } else if (turns.pairs % 8 == 0) {
       over_octets<true>(turns.pairs / 8);
     } else {  // an octet may have channels of both halves
-      turn_singly<C>(angles_, CoreElements<C>(format_), keys_, begin_, end_);
+      turn_singly<C>(angles_, CoreElements<C>(format_), keys_);
     }
   }
 
@@ -54,7 +50,7 @@ class CoreTurner {
 #pragma unroll
     for (int k = 0; k < twos && !Listed; ++k) offsets[k] = angles_.offset(row, pair + 2 * k);
 #pragma unroll 1
-    for (int place = begin_ + row; place < end_; place += kTile) {
+    for (int place = row; place < kStageTokens; place += kTile) {
       const int token = angles_.token(place);
       std::uint8_t* const at = keys_ + octet * C::key_depth_stride + core_row_at(place, C::key_row_stride);
       std::uint8_t* const partner = at + angles_.turns.pairs / 8 * C::key_depth_stride;
@@ -88,7 +84,6 @@ class CoreTurner {
   const StageAngles& angles_;
   const BlockFormat& format_;
   std::uint8_t* keys_;
-  int begin_, end_;
 };
 
 }  // namespace kvant::cuda

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
       page.unpack(half, shared + at.keys, shared + at.values);
       if (page.has_outliers()) {
         __syncthreads();
-        page.add_outliers(shared + at.keys, shared + at.values, half * kStageTokens, kStageTokens);
+        page.add_outliers(shared + at.keys, shared + at.values, half);
       }
       if constexpr (C::turned) {
         __syncthreads();

@@ -127,15 +127,17 @@ class BlockPage {
 
   // block: the head's in global memory. raw: where it goes.
   __device__ void fetch(const std::uint8_t* block, std::uint8_t* raw) {
-    const std::uint8_t* page = block - static_cast<std::int64_t>(head_) * f_.head_bytes;
+    const std::uint8_t* page = page_of(block);
     copy(raw, block, f_.head_bytes);
     if (f_.value.shared_grid != 0) copy(raw + f_.head_bytes, page + f_.value.min_offset, kPage * 4);
     if (f_.value.outliers.slots > 0) slots_.fetch(f_, page, head_);
   }
 
+  // Before the first page is prepared.
+  __device__ bool is_first() const { return raw_ == nullptr; }
   // The page that was fetched last.
   __device__ void prepare(const std::uint8_t* raw) {
-    const bool first = raw_ == nullptr;
+    const bool first = is_first();
     raw_ = raw;
     if (f_.value.outliers.slots > 0) slots_.prepare(f_);
     if (f_.tokens_offset >= 0) tokens_[C::unpack_thread()] = raw_[f_.tokens_offset + C::unpack_thread()];
@@ -145,8 +147,8 @@ class BlockPage {
   }
 
   __device__ bool has_outliers() const { return f_.key.outliers.slots > 0 || f_.value.outliers.slots > 0; }
-  // Those of the places [begin, begin + count) of the page, whose first 64, or last, are in the tiles.
-  __device__ void add_outliers(std::uint8_t* keys, std::uint8_t* values, int begin, int count) {
+  // Those of the half, which is in the tiles.
+  __device__ void add_outliers(std::uint8_t* keys, std::uint8_t* values, int half) {
     const BlockOutliers& list = f_.key.outliers;
     for (int slot = C::unpack_thread(); slot < list.slots; slot += C::unpack_threads) {
       const int channel = block_slot_channel(list, slot);
@@ -156,15 +158,20 @@ class BlockPage {
       // Slots that a channel does not need hold its maximum.
       const bool below = x < widen(load16(raw_ + f_.key.min_offset + 2 * channel));
       const bool above = x > widen(load16(raw_ + f_.key.max_offset + 2 * channel));
-      if ((below | above) & is_among(place, begin, count)) *elements_.key(keys, place % kStageTokens, channel) = raw;
+      if ((below | above) & (place / kStageTokens == half)) *elements_.key(keys, place % kStageTokens, channel) = raw;
     }
     if (f_.value.outliers.slots == 0) return;
     slots_.for_each(f_, [&](std::uint16_t x, int channel, int place) {
-      if (is_among(place, begin, count)) *elements_.value(values, place % kStageTokens, channel) = x;
+      if (place / kStageTokens == half) *elements_.value(values, place % kStageTokens, channel) = x;
     });
   }
 
  protected:
+  // The page whose head's block it is.
+  __device__ const std::uint8_t* page_of(const std::uint8_t* block) const {
+    return block - static_cast<std::int64_t>(head_) * f_.head_bytes;
+  }
+
   static constexpr int kRestGrid = 256;
   static constexpr int kValueGrid = 512;
 
@@ -189,9 +196,6 @@ class BlockPage {
     for (int i = C::unpack_thread() * 16; i < bytes; i += C::unpack_threads * 16) {
       ptx::async_copy16(address + static_cast<std::uint32_t>(i), from + i);
     }
-  }
-  static __device__ __forceinline__ bool is_among(int place, int begin, int count) {
-    return static_cast<unsigned>(place - begin) < static_cast<unsigned>(count);
   }
 
   // first: of the pages here. Most tiles have the same planes in all of them.

@@ -66,14 +66,13 @@ __device__ __forceinline__ std::uint32_t turn_one(float cosine, float sine, std:
   return narrow_turned<Bfloat>(u.x * cosine - u.y * sine, u.x * sine + u.y * cosine);
 }
 
-// One pair after the other, wherever its channels lie: places [begin, end) of a tile.
+// One pair after the other, wherever its channels lie.
 template <class C, class Elements>
-__device__ void turn_singly(const StageAngles& angles, const Elements& elements, std::uint8_t* keys, int begin,
-                            int end) {
+__device__ void turn_singly(const StageAngles& angles, const Elements& elements, std::uint8_t* keys) {
   const BlockTurns& turns = angles.turns;
-  for (int i = C::unpack_thread(); i < (end - begin) * turns.pairs; i += C::unpack_threads) {
-    const int place = begin + i % (end - begin);
-    const int pair = i / (end - begin);
+  for (int i = C::unpack_thread(); i < kStageTokens * turns.pairs; i += C::unpack_threads) {
+    const int place = i % kStageTokens;
+    const int pair = i / kStageTokens;
     std::uint16_t* const x = elements.key(keys, place, turns.first(pair));
     std::uint16_t* const y = elements.key(keys, place, turns.second(pair));
     const float4 two = angles.of(angles.token(place), pair & ~1);
@@ -103,7 +102,7 @@ class KeyTurner {
     } else if (turns.pairs % kFour == 0) {
       over_fours(turns.pairs / kFour, [&](int tile, int four) { turn_fours(tile, four); });
     } else {  // a four may have channels of both halves
-      turn_singly<C>(angles_, UnitElements<C>{format_}, keys_, 0, kStageTokens);
+      turn_singly<C>(angles_, UnitElements<C>{format_}, keys_);
     }
   }
 

@@ -164,11 +164,17 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   // The runtime copies parameters during the call, as many as the kernel has, and writes none of them.
   void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts,
                         const_cast<BlockFormat*>(&block)};
-  check(cudaLaunchKernel(
-            kernel.function,
-            dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts)),
-            dim3(static_cast<unsigned>(kernel.threads)), parameters, kernel.shared(args.key_bytes), as_stream(stream)),
-        "launch of the prefill kernel");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(split.ranks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = kernel.shared(args.key_bytes);
+  config.stream = as_stream(stream);
+  config.attrs = &cluster;
+  config.numAttrs = split.ranks > 1 ? 1 : 0;
+  check(cudaLaunchKernelExC(&config, kernel.function, parameters), "launch of the prefill kernel");
   if (parts == 1) return;
   const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;
   const int vectors = args.rows * args.group;

@@ -24,6 +24,7 @@ struct PrefillKernel {
   bool block = false;   // over block pages (block.hpp); of the formats above only dimensions count then
   bool few = false;     // for few vectors
   int team = 1;         // of few vectors: warps that share a page
+  int ranks = 1;        // of many: blocks of a cluster that share what they unpack, at most
   int rotation = 1;     // of the values (DeviceFormat)
   int keys_on_top = 0;  // pages whose keys come on top of shared_bytes: they have a size of their own
 
@@ -35,7 +36,8 @@ struct PrefillKernel {
 
 // How one call is cut: a thread block per (block of vectors, KV head, sequence, part of the tokens).
 struct PrefillSplit {
-  int vector_blocks = 1;  // per KV head and sequence
+  int vector_blocks = 1;  // per KV head and sequence, a multiple of ranks: the last may have no vectors
+  int ranks = 1;          // blocks of a cluster
   int parts = 1;          // more than one: partial results meet in a second kernel; not those of teams
 };
 

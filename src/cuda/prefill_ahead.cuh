@@ -12,52 +12,68 @@ namespace kvant::cuda {
 
 #ifdef KVANT_WGMMA
 // Takes turns over the tile buffers: which of them is next, and by two barriers each whether it is full and empty.
+// Where blocks of a cluster share what they unpack (C::ranks > 1), one fills the buffer of all of them, once all are
+// empty.
 template <class C>
 class TileRing {
  public:
-  __device__ explicit TileRing(std::uint8_t* shared)
-      : tiles_(shared + C::keys_offset), barriers_(ptx::shared_address(shared + C::barrier_offset)) {}
+  __device__ TileRing(std::uint8_t* shared, int buffers)
+      : tiles_(shared + C::keys_offset),
+        barriers_(ptx::shared_address(shared + C::barrier_offset)),
+        buffers_(buffers) {}
 
-  // One thread, before anyone uses a ring. readers: warps that will read every stage.
+  // One thread, before anyone uses a ring. readers: warps of the cluster that will read every stage.
   __device__ void init(int readers) const {
-#pragma unroll
-    for (int i = 0; i < C::buffers; ++i) {
+    for (int i = 0; i < buffers_; ++i) {
       ptx::barrier_init(barriers_ + 16 * i, C::unpack_warps);
       ptx::barrier_init(barriers_ + 16 * i + 8, readers);
     }
     ptx::barrier_init_fence();
   }
 
-  __device__ std::uint8_t* keys() const {
-    return tiles_ + at_ * C::tile_bytes;
-  }
-  __device__ std::uint8_t* values() const {
-    return keys() + C::key_tile_bytes;
-  }
-  __device__ __forceinline__ void wait_full() const {
-    ptx::barrier_wait(full(), phase_);
-  }
+  __device__ std::uint8_t* keys() const { return tiles_ + at_ * C::tile_bytes; }
+  __device__ std::uint8_t* values() const { return keys() + C::key_tile_bytes; }
+  __device__ __forceinline__ void wait_full() const { ptx::barrier_wait(full(), phase_); }
   // The first round finds every buffer empty: a barrier says so of the phase before its first.
-  __device__ __forceinline__ void wait_empty() const {
-    ptx::barrier_wait(full() + 8, phase_ ^ 1U);
-  }
+  __device__ __forceinline__ void wait_empty() const { ptx::barrier_wait(full() + 8, phase_ ^ 1U); }
   // This warp is done with its part of the buffer.
   __device__ __forceinline__ void give_full() const {
     ptx::proxy_fence();  // the tensor cores read shared memory past the order of ordinary stores
     give(full());
   }
+  // The same, of a buffer that is the other blocks' as well. Each warp copies its share of the tiles to them.
+  __device__ __forceinline__ void give_full_to_all(int rank, int ranks) const {
+    static_assert(C::tile_bytes % (16 * C::unpack_warps) == 0);
+    constexpr std::uint32_t bytes = C::tile_bytes / C::unpack_warps;
+    if (ranks > 1) {
+      ptx::proxy_fence();
+      ptx::meet<1, C::unpack_threads>();
+      const std::uint32_t from = ptx::shared_address(keys()) + C::unpack_thread() / 32 * bytes;
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      if (lane < ranks && lane != rank) {
+        const std::uint32_t barrier = ptx::map_shared(full(), lane);
+        ptx::mapped_expect(barrier, bytes);
+        ptx::mapped_copy(ptx::map_shared(from, lane), from, bytes, barrier);
+      }
+    }
+    give_full();
+  }
   __device__ __forceinline__ void give_empty() const {
-    give(full() + 8);
+    if constexpr (C::ranks == 1) {
+      give(full() + 8);
+    } else {  // no branch: ptxas would serialize the products (C7512)
+      __syncwarp();
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      if (lane < ptx::cluster_ranks()) ptx::mapped_arrive(ptx::map_shared(full() + 8, lane));
+    }
   }
   __device__ __forceinline__ void advance() {
-    at_ = at_ + 1 == C::buffers ? 0 : at_ + 1;
+    at_ = at_ + 1 == buffers_ ? 0 : at_ + 1;
     if (at_ == 0) phase_ ^= 1U;
   }
 
  private:
-  __device__ __forceinline__ std::uint32_t full() const {
-    return barriers_ + 16 * static_cast<std::uint32_t>(at_);
-  }
+  __device__ __forceinline__ std::uint32_t full() const { return barriers_ + 16 * static_cast<std::uint32_t>(at_); }
   static __device__ __forceinline__ void give(std::uint32_t barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
@@ -65,6 +81,7 @@ class TileRing {
 
   std::uint8_t* tiles_;
   std::uint32_t barriers_;
+  int buffers_;
   int at_ = 0;
   std::uint32_t phase_ = 0;
 };
@@ -75,7 +92,7 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
   using Tiles = PageTiles<C, WgmmaEngine<C>>;
   constexpr int kBarrier = 1;
   std::uint8_t* ranks = shared + C::rank_offset + C::unpack_thread() / 32 * C::key.dim;
-  TileRing<C> ring(shared);
+  TileRing<C> ring(shared, C::buffers);
   const int coded_end = min(share.end, stages.coded());
   const CodedPages pages = stages.pages();
   // A half page's slot turns with the stages, that of a page's sorted keys with the pages.
@@ -116,6 +133,7 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
 // What multiply_stages is told of coded pages: how their values are rotated, and where their tokens are.
 template <class C>
 struct PagesInOrder {
+  static __device__ constexpr int buffers() { return C::buffers; }
   static __device__ constexpr int rotation() { return C::rotation; }
   // Whether every row of the block sees the whole stage.
   static __device__ __forceinline__ bool is_whole(const VectorBlock& block, int window, const StageRange& stage,
@@ -146,7 +164,7 @@ class StageMultiplier {
         rescale_(args.softcap > 0 || !(scale_ > 0)),
         ends_(reinterpret_cast<const int*>(shared + C::row_ends_offset)),
         queries_(Engine::describe_queries(shared, group)),
-        ring_(shared) {}
+        ring_(shared, pages.buffers()) {}
 
   // Stages [i, end).
   __device__ __forceinline__ void run(int i, int end, PrefillState<C>& state) {
@@ -242,20 +260,42 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
   multiplier.run(turned, share.end, state);
 }
 
+// All threads of all blocks.
+__device__ __forceinline__ void meet_cluster() {
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
 // What a block does before its warpgroups part. Returns this one's number, the last of which unpacks, or -1 where there
 // are no vectors for it.
 template <class C>
-__device__ __forceinline__ int choose_role(const DecodeArgs& args, const VectorBlock& block, std::uint8_t* shared) {
+__device__ __forceinline__ int choose_role(const DecodeArgs& args, const VectorBlock& block, int buffers,
+                                           std::uint8_t* shared) {
   constexpr int group_vectors = C::m_tiles * 64;
-  const int vectors = min(C::vectors, args.rows * args.group - block.segment.vector0);
-  const int groups = (vectors + group_vectors - 1) / group_vectors;
+  // Of the block that begins `ahead` blocks of vectors after this one, if it has any.
+  const auto groups_of = [&](int ahead) {
+    const int first = block.segment.vector0 + ahead * C::vectors;
+    return (max(0, min(C::vectors, args.rows * args.group - first)) + group_vectors - 1) / group_vectors;
+  };
+  const int groups = groups_of(0);
+  int readers = groups * 4;
+  const int ranks = C::ranks == 1 ? 1 : ptx::cluster_ranks();
+  for (int rank = 0; ranks > 1 && rank < ranks; ++rank) {
+    const int ahead = ptx::cluster_rank() - rank;
+    if (ahead != 0) readers += groups_of(ahead) * 4;
+  }
   WgmmaEngine<C>::load_queries(args, block.segment, shared);
   // Few stages need to know where rows end: registers are dearer.
   auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
   if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
-  if (threadIdx.x == 0) TileRing<C>(shared).init(groups * 4);
+  if (threadIdx.x == 0) TileRing<C>(shared, buffers).init(readers);
   ptx::proxy_fence();
-  __syncthreads();
+  if (ranks > 1) {
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
   const int group = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 128, 0);  // known to be the same in a warp
   return group < groups || group == C::warps / 4 ? group : -1;
 }
@@ -285,7 +325,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   const StageList stages(args, layout,
                          {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);
   const Share share(stages.count(), block.part, parts);
-  const int group = choose_role<C>(args, block, shared);
+  const int group = choose_role<C>(args, block, C::buffers, shared);
   if (group == C::warps / 4) {
     ptx::lower_registers<C::unpack_registers>();
     unpack_stages<C>(args, stages, share, shared);

@@ -56,6 +56,12 @@ struct VectorBlock {
     most = before + min(args.rows - 1, (segment.vector0 + vectors - 1) / args.group);
     begin = args.window > 0 ? max(0, fewest - args.window) : 0;
   }
+  // What any block of the cluster sees, for blocks that share their stages.
+  __device__ void cover_cluster(const DecodeArgs& args, int vectors, int rank, int ranks) {
+    const int first = segment.vector0 - (ranks - 1 - rank) * vectors;
+    begin = args.window > 0 ? max(0, before + first / args.group - args.window) : 0;
+    most = before + min(args.rows - 1, (first + ranks * vectors - 1) / args.group);
+  }
   // The row of vector i of the block sees positions before this.
   __device__ int row_end(const DecodeArgs& args, int i) const { return before + (segment.vector0 + i) / args.group; }
   // Whether every row sees all positions [low, high) that a stage has.
@@ -72,7 +78,7 @@ struct VectorBlock {
   }
 
  private:
-  // Later rows see more: they start first.
+  // Later rows see more: they start first, also in a cluster.
   static __device__ int block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 };
 

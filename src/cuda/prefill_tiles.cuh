@@ -63,6 +63,7 @@ struct PrefillConfig {
       key_tile_bytes + (cells ? cell_tile_bytes(value.dim) : kStageTokens * value.dim * 2);
   // Of tiles: the one whose values are multiplied, the one whose keys are, and one to unpack into, where there is room.
   static constexpr int buffers = !Wgmma ? 1 : key.dim <= 128 ? 3 : 2;
+  static constexpr int ranks = 1;  // each block unpacks for itself
   static constexpr int raw_offset = keys_offset + buffers * tile_bytes;
   static constexpr int rank_bytes = key.high_steps > 0 ? unpack_warps* key.dim : 0;
   static constexpr int barrier_bytes = Wgmma ? buffers * 16 : 0;

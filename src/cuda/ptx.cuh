@@ -8,6 +8,11 @@
 
 namespace kvant::cuda::ptx {
 
+// The shared memory that the launch asked for.
+__device__ __forceinline__ std::uint8_t* dynamic_shared() {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  return shared;
+}
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -246,11 +251,32 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+__device__ __forceinline__ int cluster_ranks() {
+  int ranks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+  return ranks;
+}
+// The same place in the shared memory of another block of the cluster: for the functions below.
+__device__ __forceinline__ std::uint32_t map_shared(std::uint32_t address, int rank) {
+  std::uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ __forceinline__ void mapped_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mapped_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mapped_copy(std::uint32_t to, std::uint32_t from, std::uint32_t bytes,
+                                            std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 __device__ __forceinline__ float load_cluster(const float* p, int rank) {
-  std::uint32_t address;
   float x;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(map_shared(shared_address(p), rank)) : "memory");
   return x;
 }
 __device__ __forceinline__ void wait_for_predecessor() {

@@ -274,6 +274,30 @@ TEST(GpuBlock, PathsThatAreAskedFor) {
 }
 
 // One part and many, more parts than a short sequence has stages; the same bits every time.
+// Two blocks of vectors and three, for which there are four.
+TEST(GpuBlock, BlocksOfAClusterUnpackForEachOther) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe :
+       {"kvquant:k=3,v=3", "zipcache:sink=4", "kivi:k=8,v=8", "kvquant:k=2,v=2,outliers=0.06,rope=before"}) {
+    for (const int rows : {65, 160}) {
+      for (const int window : {0, 300}) {
+        Shape shape;
+        shape.recipe = recipe;
+        shape.rows = rows;
+        shape.options.sliding_window = window;
+        shape.lengths = {1500, 200, 4 * kPage};
+        expect_blocks(shape);
+        const Twins twins(shape);
+        const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
+        const PrefillSplit& split = plan.impl().prefill_split;
+        EXPECT_EQ(split.ranks, plan.impl().block->ranks);
+        EXPECT_EQ(split.vector_blocks % split.ranks, 0);
+        EXPECT_EQ(plan.describe().find("clusters of 2") != std::string::npos, split.ranks == 2);
+      }
+    }
+  }
+}
+
 TEST(GpuBlock, Parts) {
   KVANT_NEEDS_GPU();
   for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 20000}, {300, 200}}) {

@@ -19,7 +19,7 @@
 
 namespace kvant::cuda {
 
-constexpr std::size_t kMostShared = 227 * 1024;
+constexpr std::size_t kMostShared = emulation::kShared;
 alignas(128) inline std::uint8_t shared[kMostShared];
 
 constexpr std::uint8_t kPoison = 0xA5;
@@ -74,22 +74,29 @@ class Problem {
   int sealed() const { return coded_ - call_.first_page; }
   const std::uint8_t* page(int number) const { return pages_.data() + number * format_.page_bytes; }
 
+  // ranks: blocks of a cluster, if there are as many with vectors.
   template <class Kernel>
-  void run(const Kernel& kernel, int threads, int vectors, int shared_bytes) {
+  void run(const Kernel& kernel, int threads, int vectors, int shared_bytes, int ranks = 1) {
     ASSERT_GT(sealed(), 0);
     ASSERT_EQ(pages_.size(), static_cast<std::size_t>(sealed()) * static_cast<std::size_t>(format_.page_bytes));
     ASSERT_LE(static_cast<std::size_t>(shared_bytes), kMostShared);
     vectors_ = vectors;
     blocks_ = (args_.rows * args_.group + vectors - 1) / vectors;
+    ranks = std::min(ranks, blocks_);
+    blocks_ = (blocks_ + ranks - 1) / ranks * ranks;
     partials_.assign(static_cast<std::size_t>(blocks_ * args_.kv_heads * call_.parts * vectors) *
                          static_cast<std::size_t>(cache_.shape().value_dim + 2),
                      NAN);
     args_.partials = partials_.data();
-    std::memset(shared, kPoison, sizeof shared);
+    emulation::fill_memory(ranks, kPoison);
     const ReferenceArgs layout{&call_.first_page, &coded_, &sinks_};
     emulation::launch(
-        threads, blocks_, args_.kv_heads, [&] { kernel(args_, layout, call_.parts, format_); }, call_.parts);
-    EXPECT_TRUE(std::all_of(shared + shared_bytes, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+        threads, blocks_, args_.kv_heads, [&] { kernel(args_, layout, call_.parts, format_); }, call_.parts, ranks);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const std::uint8_t* memory = emulation::memory(rank);
+      EXPECT_TRUE(
+          std::all_of(memory + shared_bytes, memory + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+    }
   }
 
   // The kernel merges its parts itself. Half of the calls are told of their pages in memory.

@@ -1,7 +1,8 @@
 // Enough of CUDA for the kernels over block pages and those of prefill to run on the CPU, a stack of its own per lane,
-// one thread block after another: to check what they compute, for every shape, where no GPU is. Included before any
-// kernel; cuda/ptx.cuh of this folder takes the place of the machine instructions. Says nothing about speed, and little
-// about races: lanes run one after another from barrier to barrier, and exchanges between lanes are barriers here.
+// one cluster of thread blocks after another: to check what they compute, for every shape, where no GPU is. Included
+// before any kernel; cuda/ptx.cuh of this folder takes the place of the machine instructions. Says nothing about speed,
+// and little about races: lanes run one after another from barrier to barrier, and exchanges between lanes are barriers
+// here.
 #pragma once
 
 #include <setjmp.h>
@@ -57,24 +58,57 @@ struct alignas(16) int4 {
   std::int32_t x, y, z, w;
 };
 
+namespace kvant::cuda {
+extern std::uint8_t shared[];  // what kernels declare as theirs: that of the first block of a cluster
+}
+
 namespace emulation {
 
 constexpr int kLanes = 32;
 
+// ---- clusters: blocks that run at once
+
+constexpr std::size_t kShared = 227 * 1024;
+struct alignas(128) Shared {
+  std::uint8_t bytes[kShared];
+};
+inline int ranks = 1;  // blocks
+inline int rank = 0;   // of the lane that runs
+inline std::vector<std::unique_ptr<Shared>> others;
+
+inline std::uint8_t* memory(int of) {
+  return of == 0 ? kvant::cuda::shared : others[static_cast<std::size_t>(of - 1)]->bytes;
+}
+inline void fill_memory(int in_cluster, std::uint8_t value) {
+  while (others.size() + 1 < static_cast<std::size_t>(in_cluster)) others.push_back(std::make_unique<Shared>());
+  for (int of = 0; of < in_cluster; ++of) std::memset(memory(of), value, kShared);
+}
+
 // ---- lanes: contexts that run until they have to wait
+
+struct Copy {
+  void* to;
+  const void* from;
+  std::size_t bytes;
+};
 
 struct Barrier {
   int expected = 0;
   int arrived = 0;
   int round = 0;
+  std::int64_t bytes = 0;    // still to come
+  std::vector<Copy> copies{};  // under way
 
   void arrive_and_wait();
   // As an mbarrier: those who arrive and those who wait are others. parity: of the round that must be over.
   void arrive();
   void wait(unsigned parity);
+  // What was under way is there; whether there was anything.
+  bool finish_copies();
 
  private:
   void suspend();
+  void end_round();
 };
 
 struct Lane {
@@ -84,12 +118,7 @@ struct Lane {
   bool started = false;
   bool done = false;
   const Barrier* waits = nullptr;
-  int round = 0;  // of that barrier when the lane arrived
-  struct Copy {
-    void* to;
-    const void* from;
-    std::size_t bytes;
-  };
+  int round = 0;                         // of that barrier when the lane arrived
   std::deque<std::vector<Copy>> copies;  // on their way, in groups; the last is still open
 
   int paused = -1;  // the turn of all warps in which it lets the others go first
@@ -103,6 +132,8 @@ inline std::function<void()> body;
 inline Lane* current = nullptr;
 inline jmp_buf scheduler;
 inline int turn = 0;
+inline unsigned first_block = 0;                   // of the cluster
+inline std::map<std::uint32_t, Barrier> barriers;  // by their address in shared memory, or number, and block
 
 inline bool Lane::ready() const {
   return !done && paused != turn && (waits == nullptr || waits->round != round);
@@ -119,10 +150,24 @@ inline bool Lane::ready() const {
   current->round = round;
   if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
 }
-inline void Barrier::arrive() {
-  if (++arrived != expected) return;
+inline void Barrier::end_round() {
+  if (arrived != expected || bytes != 0) return;
   arrived = 0;
   ++round;
+}
+inline void Barrier::arrive() {
+  if (++arrived > expected) std::abort();
+  end_round();
+}
+inline bool Barrier::finish_copies() {
+  const bool any = !copies.empty();
+  for (const auto& [to, from, count] : copies) {
+    std::memcpy(to, from, count);
+    bytes -= static_cast<std::int64_t>(count);
+  }
+  copies.clear();
+  if (any) end_round();
+  return any;
 }
 inline void Barrier::arrive_and_wait() {
   const int before = round;
@@ -142,7 +187,9 @@ inline void enter() {
 // Runs a lane until it waits or ends.
 [[gnu::noinline]] inline void resume(std::size_t thread) {
   current = &lanes[thread];
-  threadIdx.x = static_cast<unsigned>(thread);
+  threadIdx.x = static_cast<unsigned>(thread) % blockDim.x;
+  rank = static_cast<int>(static_cast<unsigned>(thread) / blockDim.x);
+  blockIdx.x = first_block + static_cast<unsigned>(rank);
   if (_setjmp(scheduler) != 0) return;
   if (current->started) _longjmp(current->at, 1);
   current->started = true;
@@ -175,10 +222,10 @@ inline bool run_warp(std::size_t warp) {
   return any;
 }
 
-// Warps from the first to the last, from the last to the first, or at random: blocks take turns, so that none can rely
-// on another that is always ahead.
+// Warps from the first to the last, from the last to the first, or at random: clusters take turns, so that none can
+// rely on another that is always ahead. threads: of the cluster.
 inline int run = 0;
-inline void run_block(int threads, const std::function<void()>& kernel) {
+inline void run_cluster(int threads, const std::function<void()>& kernel) {
   body = kernel;
   lanes.resize(std::max(lanes.size(), static_cast<std::size_t>(threads)));
   for (Lane& lane : lanes) {
@@ -194,6 +241,7 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
     any = false;
     if (run % 3 == 2) std::shuffle(order.begin(), order.end(), random);
     for (const std::size_t warp : order) any = run_warp(warp) || any;
+    for (auto& [key, barrier] : barriers) any = barrier.finish_copies() || any;
   }
   ++run;
   for (std::size_t t = 0; t < static_cast<std::size_t>(threads); ++t) {
@@ -209,14 +257,14 @@ struct Warp {
   std::uint32_t a[kLanes][4], b[kLanes][2];  // operands of a matrix instruction
 };
 inline std::vector<std::unique_ptr<Warp>> warps;
-inline Barrier block;
-inline std::map<std::uint32_t, Barrier> barriers;  // by their address in shared memory, or number
+inline std::vector<Barrier> blocks;
+inline Barrier cluster;
 
 inline int lane() {
   return static_cast<int>(threadIdx.x % kLanes);
 }
 inline Warp& warp() {
-  return *warps[threadIdx.x / kLanes];
+  return *warps[(static_cast<unsigned>(rank) * blockDim.x + threadIdx.x) / kLanes];
 }
 
 // What `use` makes of the values of all lanes.
@@ -231,20 +279,24 @@ auto exchange(T x, const Use& use) {
   return result;
 }
 
-// Runs every thread of a grid of blocks (x, y, z).
+// Runs every thread of a grid of blocks (x, y, z), in clusters of so many along x; of more than one, after
+// fill_memory().
 template <class Kernel>
-void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel, int blocks_z = 1) {
+void launch(int threads, int blocks_x, int blocks_y, const Kernel& kernel, int blocks_z = 1, int in_cluster = 1) {
+  ranks = in_cluster;
   gridDim = {static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y), static_cast<unsigned>(blocks_z)};
   blockDim = {static_cast<unsigned>(threads), 1, 1};
   for (unsigned z = 0; z < gridDim.z; ++z) {
     for (unsigned y = 0; y < gridDim.y; ++y) {
-      for (unsigned x = 0; x < gridDim.x; ++x) {
+      for (unsigned x = 0; x < gridDim.x; x += static_cast<unsigned>(ranks)) {
         warps.clear();
         barriers.clear();
-        for (int i = 0; i < threads / kLanes; ++i) warps.push_back(std::make_unique<Warp>());
-        block = {threads};
+        for (int i = 0; i < ranks * threads / kLanes; ++i) warps.push_back(std::make_unique<Warp>());
+        blocks.assign(static_cast<std::size_t>(ranks), Barrier{threads});
+        cluster = {ranks * threads};
         blockIdx = {x, y, z};
-        run_block(threads, kernel);
+        first_block = x;
+        run_cluster(ranks * threads, kernel);
       }
     }
   }
@@ -256,7 +308,7 @@ inline void __syncwarp() {
   emulation::warp().meet.arrive_and_wait();
 }
 inline void __syncthreads() {
-  emulation::block.arrive_and_wait();
+  emulation::blocks[static_cast<std::size_t>(emulation::rank)].arrive_and_wait();
 }
 template <class T>
 T __shfl_sync(unsigned /*mask*/, T x, int from) {
@@ -432,8 +484,4 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
     return std::fma(kvant::base::half_to_float(x), kvant::base::half_to_float(y), kvant::base::half_to_float(z));
   };
   return __floats2half2_rn(fma(a.x, b.x, c.x), fma(a.y, b.y, c.y));
-}
-
-namespace kvant::cuda {
-extern std::uint8_t shared[];  // what kernels declare as theirs
 }

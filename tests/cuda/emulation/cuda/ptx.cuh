@@ -10,13 +10,16 @@
 
 namespace kvant::cuda::ptx {
 
+inline std::uint8_t* dynamic_shared() {
+  return emulation::memory(emulation::rank);
+}
 inline std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - shared);
+  return static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(p) - dynamic_shared());
 }
 // Copies come as late as they may; until then there are NaNs in their place.
 inline void async_copy(std::uint32_t to, const void* from, std::size_t bytes) {
-  std::memset(shared + to, 0xFF, bytes);
-  emulation::current->copies.back().push_back({shared + to, from, bytes});
+  std::memset(dynamic_shared() + to, 0xFF, bytes);
+  emulation::current->copies.back().push_back({dynamic_shared() + to, from, bytes});
 }
 inline void async_copy16(std::uint32_t to, const void* from) {
   async_copy(to, from, 16);
@@ -37,15 +40,54 @@ void async_wait() {
   }
 }
 
+// Mapped addresses have the block's number in the cluster on top, from 1 on.
+inline int cluster_rank() {
+  return emulation::rank;
+}
+inline int cluster_ranks() {
+  return emulation::ranks;
+}
+inline std::uint32_t map_shared(std::uint32_t address, int rank) {
+  return address | static_cast<std::uint32_t>(rank + 1) << 24;
+}
+inline std::uint8_t* mapped(std::uint32_t address) {
+  return emulation::memory(static_cast<int>(address >> 24) - 1) + (address & 0xFFFFFFU);
+}
+inline void cluster_arrive() {}
+inline void cluster_wait() {
+  emulation::cluster.arrive_and_wait();
+}
+
+inline void mapped_arrive(std::uint32_t barrier) {
+  emulation::barriers.at(barrier).arrive();
+}
+inline void mapped_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  emulation::barriers.at(barrier).bytes += bytes;
+  mapped_arrive(barrier);
+}
+// Reads and writes as late as it may, when all warps have gone as far as they get.
+inline void mapped_copy(std::uint32_t to, std::uint32_t from, std::uint32_t bytes, std::uint32_t barrier) {
+  std::memset(mapped(to), 0xFF, bytes);
+  emulation::barriers.at(barrier).copies.push_back({mapped(to), dynamic_shared() + from, bytes});
+}
+
 inline void barrier_init(std::uint32_t barrier, int arrivals = 1) {
-  emulation::barriers[barrier] = {arrivals};
+  emulation::barriers[map_shared(barrier, emulation::rank)] = {arrivals};
 }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(std::uint32_t barrier) {
-  emulation::barriers.at(barrier).arrive();
+  mapped_arrive(map_shared(barrier, emulation::rank));
 }
 inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
-  emulation::barriers.at(barrier).wait(parity);
+  emulation::barriers.at(map_shared(barrier, emulation::rank)).wait(parity);
+}
+inline void barrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  mapped_expect(map_shared(barrier, emulation::rank), bytes);
+}
+// Writes as late as it may, when all warps have gone as far as they get.
+inline void bulk_copy(std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t barrier) {
+  std::memset(dynamic_shared() + to, 0xFF, bytes);
+  emulation::barriers.at(map_shared(barrier, emulation::rank)).copies.push_back({dynamic_shared() + to, from, bytes});
 }
 inline void proxy_fence() {}
 template <int Registers>
@@ -53,8 +95,8 @@ void raise_registers() {}
 template <int Registers>
 void lower_registers() {}
 inline void meet_some(int barrier, int threads) {  // barrier < 16: shared memory begins with no mbarrier
-  emulation::barriers.try_emplace(static_cast<std::uint32_t>(barrier), emulation::Barrier{threads})
-      .first->second.arrive_and_wait();
+  const std::uint32_t key = map_shared(static_cast<std::uint32_t>(barrier), emulation::rank);
+  emulation::barriers.try_emplace(key, emulation::Barrier{threads}).first->second.arrive_and_wait();
 }
 template <int Barrier, int Threads>
 void meet() {
@@ -149,7 +191,7 @@ uint4 load_matrices(std::uint32_t row) {
         const int r = Transposed ? 2 * t + i : g;
         const int column = Transposed ? g : 2 * t + i;
         std::uint16_t element = 0;
-        std::memcpy(&element, shared + rows[8 * m + r] + 2 * column, 2);
+        std::memcpy(&element, dynamic_shared() + rows[8 * m + r] + 2 * column, 2);
         x[m] |= static_cast<std::uint32_t>(element) << (16 * i);
       }
     }

@@ -33,14 +33,15 @@ float element(std::uint64_t description, int row, int depth, bool transposed) {
   const auto field = [&](int shift) { return static_cast<int>(description >> shift & 0xFFFFFU); };
   const int inside = transposed ? depth % 8 * 16 + row % 8 * 2 : row % 8 * 16 + depth % 8 * 2;
   const int at = field(0) + depth / 8 * field(20) + row / 8 * field(40) + inside;
-  return base::load_float(shared + at, Bfloat ? DType::bf16 : DType::f16, 0);
+  return base::load_float(ptx::dynamic_shared() + at, Bfloat ? DType::bf16 : DType::f16, 0);
 }
 
 // What a lane has started: groups of instructions, the last one not closed yet.
 inline std::vector<std::deque<std::vector<std::function<void()>>>> started;
 inline auto& groups() {
-  if (started.size() <= threadIdx.x) started.resize(threadIdx.x + 1);
-  auto& mine = started[threadIdx.x];
+  const std::size_t thread = static_cast<unsigned>(emulation::rank) * blockDim.x + threadIdx.x;
+  if (started.size() <= thread) started.resize(thread + 1);
+  auto& mine = started[thread];
   if (mine.empty()) mine.emplace_back();
   return mine;
 }
