@@ -65,7 +65,6 @@ class BlockUnpacker {
   }
 
   __device__ __forceinline__ void run() {
-    static_assert(C::ranks <= 2);
     int i = share_.begin;
     const int first = is_own(i) ? i : i + 2 - half(i);
     if (first < coded_end_) fetch(first, stages_.pages().entry(first));
@@ -79,7 +78,7 @@ class BlockUnpacker {
       page_.unpack(half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes);
       if (page_.has_outliers()) add_outliers(i, fresh);
       if constexpr (C::turned) turn_keys(half(i));
-      ring_.give_full_to_all(rank(), ranks());
+      ring_.give_full_to_all(turns());
       if (!two_raw_ && half(i) == 1 && has_next(i)) {
         meet();
         fetch_next(i);
@@ -102,12 +101,9 @@ class BlockUnpacker {
     ptx::async_wait<0>();
   }
 
-  // Read where they are needed, as most of what follows: the compiler would spill what it keeps.
-  static __device__ __forceinline__ int rank() {
-    return C::ranks == 1 ? 0 : ptx::cluster_rank();
-  }
-  static __device__ __forceinline__ int ranks() {
-    return C::ranks == 1 ? 1 : ptx::cluster_ranks();
+  // Made where it is needed, as most of what follows: the compiler would spill what it keeps.
+  static __device__ __forceinline__ PageTurns<C> turns() {
+    return PageTurns<C>();
   }
   __device__ __forceinline__ int half(int i) const {
     return (first_half_ + i) & 1;
@@ -116,18 +112,18 @@ class BlockUnpacker {
     return (first_half_ + i) >> 1;
   }
   __device__ __forceinline__ bool is_own(int i) const {
-    return (number(i) & (ranks() - 1)) == rank();
+    return turns().is_own(number(i));
   }
   // The first stage of this block's page after that of stage i.
   __device__ __forceinline__ int next_page(int i) const {
-    return i + 2 * ranks() - half(i);
+    return i + 2 * turns().ranks() - half(i);
   }
   __device__ __forceinline__ bool has_next(int i) const {
     return next_page(i) < coded_end_;
   }
   // Of two pages by turns.
   __device__ __forceinline__ int turn_of(int i) const {
-    return number(i) >> (ranks() - 1) & 1;
+    return turns().parity(number(i));
   }
   __device__ __forceinline__ std::int32_t* entry_of(int i) const {
     return reinterpret_cast<std::int32_t*>(shared_ + C::entries_offset) + turn_of(i);
@@ -206,9 +202,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
                        [[maybe_unused]] const __grid_constant__ BlockFormat format) {
 #ifdef KVANT_WGMMA
   std::uint8_t* const shared = ptx::dynamic_shared();
-  VectorBlock block(args, C::vectors, parts);
-  const bool together = C::ranks > 1 && ptx::cluster_ranks() > 1;
-  if (together) block.cover_cluster(args, C::vectors, ptx::cluster_rank(), ptx::cluster_ranks());
+  const VectorBlock block = place_block<C>(args, parts);
   const StageList stages(args, layout,
                          {format.head_bytes, C::exact.page_bytes(), C::exact.tile_bytes(), format.tokens_offset >= 0},
                          block);
@@ -220,7 +214,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   } else {
     attend_group<C>(args, block, stages, share, BlockPlaces<C>(format), group, shared);
   }
-  if (together) meet_cluster();  // until then others may write to this block's memory
+  leave_cluster<C>();
 #else
   __trap();
 #endif

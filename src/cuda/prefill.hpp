@@ -21,15 +21,15 @@ struct PrefillKernel {
   int vectors = 0;  // query vectors of a thread block; vector v is row v / group, head v % group
   int threads = 0;
   int shared_bytes = 0;
-  bool block = false;   // over block pages (block.hpp); of the formats above only dimensions count then
-  bool few = false;     // for few vectors
-  int team = 1;         // of few vectors: warps that share a page
-  int ranks = 1;        // of many: blocks of a cluster that share what they unpack, at most
-  int rotation = 1;     // of the values (DeviceFormat)
-  int keys_on_top = 0;  // pages whose keys come on top of shared_bytes: they have a size of their own
+  bool block = false;  // over block pages (block.hpp); of the formats above only dimensions count then
+  bool few = false;    // for few vectors
+  int team = 1;        // of few vectors: warps that share a page
+  int ranks = 1;       // of many: blocks of a cluster that share what they unpack, at most
+  int rotation = 1;    // of the values (DeviceFormat)
+  int (*sorted_keys)(int key_bytes) = nullptr;  // pages whose keys come on top of shared_bytes
 
   std::size_t shared(int key_bytes) const {
-    const int bytes = shared_bytes + keys_on_top * key_bytes;
+    const int bytes = shared_bytes + (sorted_keys != nullptr ? sorted_keys(key_bytes) * key_bytes : 0);
     return static_cast<std::size_t>(bytes);
   }
 };

@@ -11,9 +11,26 @@
 namespace kvant::cuda {
 
 #ifdef KVANT_WGMMA
-// Takes turns over the tile buffers: which of them is next, and by two barriers each whether it is full and empty.
-// Where blocks of a cluster share what they unpack (C::ranks > 1), one fills the buffer of all of them, once all are
-// empty.
+// The blocks of a cluster (C::ranks at most, one or two) unpack pages in turns, each for all of them.
+template <class C>
+class PageTurns {
+ public:
+  __device__ PageTurns()
+      : rank_(C::ranks == 1 ? 0 : ptx::cluster_rank()), ranks_(C::ranks == 1 ? 1 : ptx::cluster_ranks()) {
+    static_assert(C::ranks <= 2);
+  }
+  __device__ int rank() const { return rank_; }
+  __device__ int ranks() const { return ranks_; }
+  __device__ bool is_own(int page) const { return (page & (ranks_ - 1)) == rank_; }
+  // The block's own pages are 0 and 1 by turns.
+  __device__ int parity(int page) const { return page >> (ranks_ - 1) & 1; }
+
+ private:
+  int rank_, ranks_;
+};
+
+// Takes turns over the tile buffers: which of them is next, and by two barriers each whether it is full and empty. In a
+// cluster one block fills the buffer of all, once all are empty.
 template <class C>
 class TileRing {
  public:
@@ -41,16 +58,16 @@ class TileRing {
     ptx::proxy_fence();  // the tensor cores read shared memory past the order of ordinary stores
     give(full());
   }
-  // The same, of a buffer that is the other blocks' as well. Each warp copies its share of the tiles to them.
-  __device__ __forceinline__ void give_full_to_all(int rank, int ranks) const {
+  // The same, to the whole cluster. Each warp copies its share of the tiles to the other block.
+  __device__ __forceinline__ void give_full_to_all(const PageTurns<C>& turns) const {
     static_assert(C::tile_bytes % (16 * C::unpack_warps) == 0);
     constexpr std::uint32_t bytes = C::tile_bytes / C::unpack_warps;
-    if (ranks > 1) {
+    if (turns.ranks() > 1) {
       ptx::proxy_fence();
       ptx::meet<1, C::unpack_threads>();
       const std::uint32_t from = ptx::shared_address(keys()) + C::unpack_thread() / 32 * bytes;
       const int lane = static_cast<int>(threadIdx.x) % 32;
-      if (lane < ranks && lane != rank) {
+      if (lane < turns.ranks() && lane != turns.rank()) {
         const std::uint32_t barrier = ptx::map_shared(full(), lane);
         ptx::mapped_expect(barrier, bytes);
         ptx::mapped_copy(ptx::map_shared(from, lane), from, bytes, barrier);
@@ -91,35 +108,45 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
                                               std::uint8_t* shared) {
   using Tiles = PageTiles<C, WgmmaEngine<C>>;
   constexpr int kBarrier = 1;
-  std::uint8_t* ranks = shared + C::rank_offset + C::unpack_thread() / 32 * C::key.dim;
+  std::uint8_t* boost_ranks = shared + C::rank_offset + C::unpack_thread() / 32 * C::key.dim;
   TileRing<C> ring(shared, C::buffers);
   const int coded_end = min(share.end, stages.coded());
   const CodedPages pages = stages.pages();
+  const PageTurns<C> turns;
+  const bool two_raw = C::two_raw && C::sorted_keys(args.key_bytes) != 1;
   // A half page's slot turns with the stages, that of a page's sorted keys with the pages.
-  const auto raw = [&](int i) { return shared + C::raw_offset + (C::two_raw ? pages.half(i) : 0) * C::raw_bytes; };
+  const auto raw = [&](int i) { return shared + C::raw_offset + (two_raw ? pages.half(i) : 0) * C::raw_bytes; };
   const auto sorted = [&](int i) {
-    return shared + C::shared_bytes + (C::two_raw ? pages.number(i) % 2 : 0) * args.key_bytes;
+    return shared + C::shared_bytes + (two_raw ? turns.parity(pages.number(i)) : 0) * args.key_bytes;
   };
+  const auto is_own = [&](int i) { return turns.is_own(pages.number(i)); };
+  // The own stage after one.
+  const auto next = [&](int i) { return i + 1 + pages.half(i) * 2 * (turns.ranks() - 1); };
   int i = share.begin;
-  std::int32_t entry = i < coded_end ? pages.entry(i) : 0;
+  const int first = is_own(i) ? i : i + 2 - pages.half(i);
+  std::int32_t entry = first < coded_end ? pages.entry(first) : 0;
   const auto fetch = [&](int at) {
     Tiles::fetch(args, raw(at), sorted(at), pages.data(args, entry), pages.half(at),
-                 at == share.begin || pages.half(at) == 0);
+                 at == first || pages.half(at) == 0);
     ptx::async_commit();
-    entry = pages.entry(min(at + 1, coded_end - 1));  // long before it is needed
+    entry = pages.entry(min(next(at), coded_end - 1));  // long before it is needed
   };
-  if (i < coded_end) fetch(i);
+  if (first < coded_end) fetch(first);
 #pragma unroll 1
   for (; i < coded_end; ++i, ring.advance()) {
+    if (!is_own(i)) {
+      ring.wait_empty();
+      continue;
+    }
     ptx::async_wait<0>();
     ptx::meet<kBarrier, C::unpack_threads>();  // the half page is here, and nobody reads the one before any more
-    if (C::two_raw && i + 1 < coded_end) fetch(i + 1);
+    if (two_raw && next(i) < coded_end) fetch(next(i));
     ring.wait_empty();
-    Tiles::unpack(args, raw(i), sorted(i), pages.half(i), ring.keys(), ring.values(), ranks);
-    ring.give_full();
-    if (!C::two_raw && i + 1 < coded_end) {
+    Tiles::unpack(args, raw(i), sorted(i), pages.half(i), ring.keys(), ring.values(), boost_ranks);
+    ring.give_full_to_all(turns);
+    if (!two_raw && next(i) < coded_end) {
       ptx::meet<kBarrier, C::unpack_threads>();
-      fetch(i + 1);
+      fetch(next(i));
     }
   }
 #pragma unroll 1
@@ -260,11 +287,27 @@ __device__ __forceinline__ void multiply_stages(const DecodeArgs& args, const Ve
   multiplier.run(turned, share.end, state);
 }
 
-// All threads of all blocks.
+// All threads of all blocks of a cluster.
 __device__ __forceinline__ void meet_cluster() {
   __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
+}
+template <class C>
+__device__ __forceinline__ bool is_in_cluster() {
+  return C::ranks > 1 && ptx::cluster_ranks() > 1;
+}
+// The block's vectors, and what stages its cluster sees.
+template <class C>
+__device__ __forceinline__ VectorBlock place_block(const DecodeArgs& args, int parts) {
+  VectorBlock block(args, C::vectors, parts);
+  if (is_in_cluster<C>()) block.cover_cluster(args, C::vectors, ptx::cluster_rank(), ptx::cluster_ranks());
+  return block;
+}
+// Until all do, others may write to this block's memory.
+template <class C>
+__device__ __forceinline__ void leave_cluster() {
+  if (is_in_cluster<C>()) meet_cluster();
 }
 
 // What a block does before its warpgroups part. Returns this one's number, the last of which unpacks, or -1 where there
@@ -280,18 +323,14 @@ __device__ __forceinline__ int choose_role(const DecodeArgs& args, const VectorB
   };
   const int groups = groups_of(0);
   int readers = groups * 4;
-  const int ranks = C::ranks == 1 ? 1 : ptx::cluster_ranks();
-  for (int rank = 0; ranks > 1 && rank < ranks; ++rank) {
-    const int ahead = ptx::cluster_rank() - rank;
-    if (ahead != 0) readers += groups_of(ahead) * 4;
-  }
+  if (is_in_cluster<C>()) readers += groups_of(ptx::cluster_rank() == 0 ? -1 : 1) * 4;
   WgmmaEngine<C>::load_queries(args, block.segment, shared);
   // Few stages need to know where rows end: registers are dearer.
   auto* ends = reinterpret_cast<int*>(shared + C::row_ends_offset);
   if (threadIdx.x < C::vectors) ends[threadIdx.x] = block.row_end(args, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 0) TileRing<C>(shared, buffers).init(readers);
   ptx::proxy_fence();
-  if (ranks > 1) {
+  if (is_in_cluster<C>()) {
     meet_cluster();
   } else {
     __syncthreads();
@@ -320,8 +359,8 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
     prefill_ahead_kernel([[maybe_unused]] const __grid_constant__ DecodeArgs args,
                          [[maybe_unused]] const __grid_constant__ ReferenceArgs layout, [[maybe_unused]] int parts) {
 #ifdef KVANT_WGMMA
-  extern __shared__ __align__(128) std::uint8_t shared[];
-  const VectorBlock block(args, C::vectors, parts);
+  std::uint8_t* const shared = ptx::dynamic_shared();
+  const VectorBlock block = place_block<C>(args, parts);
   const StageList stages(args, layout,
                          {args.key_bytes + C::value.bytes(), C::exact.page_bytes(), C::exact.tile_bytes()}, block);
   const Share share(stages.count(), block.part, parts);
@@ -332,6 +371,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks)
   } else {
     attend_group<C>(args, block, stages, share, PagesInOrder<C>(), group, shared);
   }
+  leave_cluster<C>();
 #else
   __trap();
 #endif

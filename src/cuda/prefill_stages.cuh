@@ -56,7 +56,7 @@ struct VectorBlock {
     most = before + min(args.rows - 1, (segment.vector0 + vectors - 1) / args.group);
     begin = args.window > 0 ? max(0, fewest - args.window) : 0;
   }
-  // What any block of the cluster sees, for blocks that share their stages.
+  // `begin` and `most` become those of any block of the cluster: they share their stages.
   __device__ void cover_cluster(const DecodeArgs& args, int vectors, int rank, int ranks) {
     const int first = segment.vector0 - (ranks - 1 - rank) * vectors;
     begin = args.window > 0 ? max(0, before + first / args.group - args.window) : 0;

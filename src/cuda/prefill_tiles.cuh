@@ -61,9 +61,10 @@ struct PrefillConfig {
   static constexpr int values_offset = keys_offset + key_tile_bytes;
   static constexpr int tile_bytes =
       key_tile_bytes + (cells ? cell_tile_bytes(value.dim) : kStageTokens * value.dim * 2);
-  // Of tiles: the one whose values are multiplied, the one whose keys are, and one to unpack into, where there is room.
-  static constexpr int buffers = !Wgmma ? 1 : key.dim <= 128 ? 3 : 2;
-  static constexpr int ranks = 1;  // each block unpacks for itself
+  // Of tiles: the one whose values are multiplied, the one whose keys are, and those to unpack into, where there is
+  // room. Blocks of a cluster that unpack for each other, at most (prefill_ahead.cuh), need several of them.
+  static constexpr int buffers = !Wgmma ? 1 : key.dim <= 128 ? 4 : 2;
+  static constexpr int ranks = buffers > 2 ? 2 : 1;
   static constexpr int raw_offset = keys_offset + buffers * tile_bytes;
   static constexpr int rank_bytes = key.high_steps > 0 ? unpack_warps* key.dim : 0;
   static constexpr int barrier_bytes = Wgmma ? buffers * 16 : 0;
@@ -78,9 +79,12 @@ struct PrefillConfig {
   static constexpr int barrier_offset = rank_offset + rank_bytes;
   static constexpr int row_ends_offset = barrier_offset + barrier_bytes;
   static constexpr int shared_bytes = row_ends_offset + row_ends_bytes;
-  static constexpr int sorted_slots = key.sorted() ? raw_slots : 0;  // pages of keys behind all that
   static_assert(barrier_offset % 16 == 0);
 
+  // Pages of sorted keys behind all that: of very wide ones there is room for one.
+  KVANT_BOTH static constexpr int sorted_keys(int key_bytes) {
+    return !key.sorted() ? 0 : two_raw && shared_bytes + 2 * key_bytes <= kMostSharedBytes ? 2 : 1;
+  }
   // This thread's number among those that unpack.
   static __device__ __forceinline__ int unpack_thread() { return static_cast<int>(threadIdx.x) - first_unpack_thread; }
 };

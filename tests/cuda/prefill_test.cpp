@@ -40,7 +40,7 @@ TEST(GpuPrefill, EveryKernelOfTheBuild) {
     shape.recipe = recipe.c_str();
     shape.cache = {2, kernel.key.dim, kernel.value.dim, kernel.bfloat ? DType::bf16 : DType::f16};
     shape.group = 3;
-    shape.rows = 70;
+    shape.rows = 100;  // two blocks of vectors, of a cluster where kernels take one
     shape.lengths = {1100, 300};
     SCOPED_TRACE(text_of(shape) + (kernel.wgmma ? " wgmma" : ""));
     const Twins twins(shape, 21);
@@ -285,7 +285,7 @@ TEST(GpuPrefill, SanitizerSized) {
                              "waterfill:k=3.5,low=1,high=6,v=4,sink=0"}) {
     Shape shape;
     shape.recipe = recipe;
-    shape.rows = 20;
+    shape.rows = 70;
     shape.lengths = {700, 90};
     shape.options.sliding_window = 500;
     expect_prefill(shape);

@@ -96,7 +96,7 @@ struct Barrier {
   int expected = 0;
   int arrived = 0;
   int round = 0;
-  std::int64_t bytes = 0;    // still to come
+  std::int64_t bytes = 0;      // still to come
   std::vector<Copy> copies{};  // under way
 
   void arrive_and_wait();

@@ -16,7 +16,7 @@
 
 namespace kvant::cuda {
 
-constexpr std::size_t kMostShared = 227 * 1024;
+constexpr std::size_t kMostShared = emulation::kShared;
 alignas(128) std::uint8_t shared[kMostShared];
 
 namespace {
@@ -100,24 +100,27 @@ class Problem {
     args.softcap_rate = softcap_ > 0 ? 2 / softcap_ : 0;
     const std::int32_t none = 0;
     const ReferenceArgs layout{&none, &coded_, &sinks_};
-    const int blocks = (rows_ * group_ + C::vectors - 1) / C::vectors;
+    const int full = (rows_ * group_ + C::vectors - 1) / C::vectors;
+    const int ranks = std::min(C::ranks, full);
+    const int blocks = (full + ranks - 1) / ranks * ranks;
     partials_.assign(static_cast<std::size_t>(blocks * parts) * C::vectors * (C::value.dim + 2), NAN);
     args.partials = partials_.data();
-    std::memset(shared, kPoison, sizeof shared);
-    // The grid's third dimension is the part.
-    for (int part = 0; part < parts; ++part) {
-      emulation::launch(C::threads, blocks, 1, [&] {
-        blockIdx.z = static_cast<unsigned>(part);
-        if constexpr (C::wgmma) {
-          prefill_ahead_kernel<C>(args, layout, parts);
-        } else {
-          prefill_kernel<C>(args, layout, parts);
-        }
-      });
-    }
-    const std::size_t used = C::shared_bytes + static_cast<std::size_t>(C::sorted_slots * args.key_bytes);
+    emulation::fill_memory(ranks, kPoison);
+    const auto kernel = [&] {
+      if constexpr (C::wgmma) {
+        prefill_ahead_kernel<C>(args, layout, parts);
+      } else {
+        prefill_kernel<C>(args, layout, parts);
+      }
+    };
+    emulation::launch(C::threads, blocks, 1, kernel, parts, ranks);
+    const std::size_t used =
+        C::shared_bytes + static_cast<std::size_t>(C::sorted_keys(args.key_bytes) * args.key_bytes);
     ASSERT_LE(used, kMostShared);
-    EXPECT_TRUE(std::all_of(shared + used, shared + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+    for (int rank = 0; rank < ranks; ++rank) {
+      const std::uint8_t* memory = emulation::memory(rank);
+      EXPECT_TRUE(std::all_of(memory + used, memory + kMostShared, [](std::uint8_t x) { return x == kPoison; }));
+    }
   }
 
   double error(int parts) const {
@@ -251,6 +254,27 @@ TEST(PrefillEmulation, Warpgroups) {
 TEST(PrefillEmulation, WarpgroupsWindowCapAndParts) {
   expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 30, 2, 130, 3});
   expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 430, 90, 3, 0, 1, 2.0F});
+}
+
+// Two blocks that unpack for each other and three, for which there are four; windows; parts that begin and end in the
+// middle of pages.
+TEST(PrefillEmulation, Clusters) {
+  expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=70,window=30", 900, 140, 4, 200, 3});
+  expect_same<Format<2, 2, 64, 64, false>, true>({"kivi:k=2,v=2,sink=0,window=0", 300, 65, 4, 0, 1});
+  expect_same<Format<2, 2, 96, 96, true, 1>, true>({"kitty:sink=5,window=16", 700, 70, 4, 0, 3});
+  expect_same<Format<4, 4, 128, 128, false>, true>({"kivi:k=4,v=4,sink=0,window=20", 430, 90, 3, 130, 1});
+  expect_same<Format<0, 2, 64, 64, false>, true>({"small:sink=5,window=40", 900, 150, 4, 0, 2});
+  expect_same<Format<0, 3, 96, 96, true>, true>({"balanced:sink=0,window=40", 500, 70, 4, 130, 2});
+}
+
+// Keys so wide that there is room for one page of them.
+TEST(PrefillEmulation, WidePages) {
+  using F = Format<0, 4, 128, 128, false>;
+  const char* recipe = "waterfill:k=6,low=1,high=6,v=4,sink=0,window=40";
+  const DeviceFormat format = make_device_format(parse_recipe(recipe), {1, 128, 128, DType::f16});
+  EXPECT_EQ((PrefillConfig<F, true>::sorted_keys(format.key.bytes())), 1);
+  expect_same<F, true>({recipe, 500, 70, 4, 0, 2});
+  expect_same<F, true>({recipe, 300, 10, 4});
 }
 
 // Scores outgrow the reference of the weights again and again, while products are under way.
