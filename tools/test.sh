@@ -7,6 +7,9 @@ stages=("$@")
 ((${#stages[@]})) || stages=(static release sanitize cli plugin install readme python)
 summary=()
 failed=0
+# Two programs run at once, each with threads for every processor: threads that spin while they wait would keep those of
+# the other program from what they wait for.
+export OMP_WAIT_POLICY=passive
 cd "$ROOT"
 
 # Where nvcc is, a kernel of each kind is compiled as well. Those who have a GPU build more: src/cuda/README.md.
