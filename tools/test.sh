@@ -61,7 +61,7 @@ stage_python() {
   long_step "install to build/prefix" install-prefix.log cmake --install "$BUILD/release" --prefix "$BUILD/prefix"
   "$ROOT/tools/install_python.sh" "-Ccmake.define.KVANT_PREFIX=$BUILD/prefix"
   "$VENV/bin/python" -c 'import mlx_lm, veloxquant_mlx'
-  KVANT_EXAMPLES=${KVANT_EXAMPLES:-60} "$VENV/bin/python" -m pytest -q -rs --durations=5 "$ROOT/tests/python"
+  KVANT_EXAMPLES=${KVANT_EXAMPLES:-60} "$VENV/bin/python" -m pytest -q -rs --durations=5 "${parallel[@]}" "$ROOT/tests/python"
 }
 
 # llama.cpp takes minutes to build: only for the stages that run it.
