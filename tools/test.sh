@@ -7,6 +7,9 @@ stages=("$@")
 ((${#stages[@]})) || stages=(static release sanitize cli plugin install readme python)
 summary=()
 failed=0
+# Two programs run at once, each with threads for every processor: threads that spin while they wait would keep those of
+# the other program from what they wait for.
+export OMP_WAIT_POLICY=passive
 cd "$ROOT"
 
 # Where nvcc is, a kernel of each kind is compiled as well. Those who have a GPU build more: src/cuda/README.md.
@@ -25,13 +28,15 @@ stage_release() {
 # The unit tests. The plug-in runs inside a host that is not sanitized; what the command parses is fuzzed with sanitizers
 # in its own stage. The reference modules' tests take eight minutes more to compile: cmake --build --preset sanitize.
 stage_sanitize() {
-  local tests=(kvant_unit_tests kvant_bytes_tests)
+  local tests=(kvant_bytes_tests kvant_unit_tests) shards=$((4 * JOBS))
   long_step "configure sanitize" configure-sanitize.log cmake --preset sanitize -DKVANT_CUDA=OFF \
     -DKVANT_BUILD_PLUGIN=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_TESTS=ON
   long_step "build sanitize" build-sanitize.log cmake --build --preset sanitize -j "$JOBS" --target "${tests[@]}"
+  # More shards than processors, so that none waits long for the last one.
   for test in "${tests[@]}"; do
-    seq 0 $((JOBS - 1)) | GTEST_TOTAL_SHARDS=$JOBS xargs -P "$JOBS" -I{} env GTEST_SHARD_INDEX={} "$BUILD/sanitize/tests/$test" --gtest_brief=1
-  done
+    for ((i = 0; i < shards; i++)); do echo "$test $i"; done
+  done | GTEST_TOTAL_SHARDS=$shards xargs -P "$JOBS" -n 2 \
+    sh -c 'cd "$0" && GTEST_SHARD_INDEX=$2 exec "./$1" --gtest_brief=1' "$BUILD/sanitize/tests"
 }
 
 run_pytest() {
@@ -58,7 +63,7 @@ stage_python() {
   long_step "install to build/prefix" install-prefix.log cmake --install "$BUILD/release" --prefix "$BUILD/prefix"
   "$ROOT/tools/install_python.sh" "-Ccmake.define.KVANT_PREFIX=$BUILD/prefix"
   "$VENV/bin/python" -c 'import mlx_lm, veloxquant_mlx'
-  KVANT_EXAMPLES=${KVANT_EXAMPLES:-60} "$VENV/bin/python" -m pytest -q -rs --durations=5 "$ROOT/tests/python"
+  KVANT_EXAMPLES=${KVANT_EXAMPLES:-60} "$VENV/bin/python" -m pytest -q -rs --durations=5 "${parallel[@]}" "$ROOT/tests/python"
 }
 
 # llama.cpp takes minutes to build: only for the stages that run it.

@@ -38,9 +38,9 @@ def kvant_command():
 
 
 @pytest.fixture(scope="session", name="model")
-def smollm2():
-    path = ROOT / "build/models/smollm2.gguf"
-    assert path.exists(), "run tools/setup.sh models"
+def smollm2_with_16_bit_weights():
+    path = ROOT / "build/models/smollm2-f16.gguf"
+    assert path.exists(), "run tools/setup.sh host all-models"
     return path
 
 

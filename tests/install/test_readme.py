@@ -27,7 +27,7 @@ def installed_prefix(tmp_path_factory):
 @pytest.fixture(name="shell")
 def prepared_shell(prefix, tmp_path):
     """A folder with model.gguf and text.txt, and a PATH with the installed command."""
-    (tmp_path / "model.gguf").symlink_to((ROOT / "build/models/smollm2.gguf").resolve())
+    (tmp_path / "model.gguf").symlink_to((ROOT / "build/models/smollm2-f16.gguf").resolve())
     (tmp_path / "text.txt").symlink_to((ROOT / "build/text/eval.txt").resolve())
     site = next(ROOT.glob("build/venv/lib/python3*/site-packages"), "")
     env = {**os.environ, "PATH": f"{prefix}/bin:{os.environ['PATH']}"}

@@ -97,6 +97,11 @@ def small_model():
     return _require(ROOT / "build/models/smollm2.gguf", "run tools/setup.sh models")
 
 
+@pytest.fixture(scope="session", name="smollm2_f16")
+def small_model_with_exact_weights():
+    return _require(ROOT / "build/models/smollm2-f16.gguf", "run tools/setup.sh host all-models")
+
+
 @pytest.fixture(scope="session", name="gemma")
 def window_model():
     return _require(ROOT / "build/models/gemma3-270m.gguf", "run tools/setup.sh all-models")

@@ -17,8 +17,8 @@ BF16 = 30  # the host's number of the type
 def plain(model, tokens, **options):
     """A prompt in three batches, then tokens one by one."""
     c = Context(model, **options)
-    c.extend(tokens[:100], 0)
-    c.extend(tokens[100:290], 100)
+    c.fill(tokens[:100], 0)
+    c.fill(tokens[100:290], 100)
     out = [c.extend(tokens[290:380], 290)]
     out += [c.extend(tokens[i : i + 1], i) for i in range(380, 400)]
     c.close()
@@ -42,8 +42,8 @@ def two_sequences(model, tokens, **options):
     """Two sequences whose tokens alternate in one batch."""
     c = Context(model, n_ctx=1024, n_seq=2, **options)
     a, b = tokens[:200], tokens[200:400]
-    c.extend(a[:150], 0, 0)
-    c.extend(b[:170], 0, 1)
+    c.fill(a[:150], 0, 0)
+    c.fill(b[:170], 0, 1)
     out = []
     for i in range(30):
         out.append(c.decode([a[150 + i], b[170 + i]], [150 + i, 170 + i], [0, 1]))
@@ -54,7 +54,7 @@ def two_sequences(model, tokens, **options):
 def copied_sequence(model, tokens, **options):
     """A prefix that is copied to a second sequence, then both go on differently."""
     c = Context(model, n_ctx=1024, n_seq=2, **options)
-    c.extend(tokens[:300], 0, 0)
+    c.fill(tokens[:300], 0, 0)
     c.copy(0, 1)
     out = [c.extend(tokens[300:340], 300, 0), c.extend(tokens[340:380], 300, 1)]
     out.append(c.decode([tokens[380], tokens[381]], [340, 340], [0, 1]))
@@ -65,9 +65,9 @@ def copied_sequence(model, tokens, **options):
 def removed_and_refilled(model, tokens, **options):
     """Cells that are freed in the middle and at the end, and used again in another order."""
     c = Context(model, **options)
-    c.extend(tokens[:360], 0)
+    c.fill(tokens[:360], 0)
     c.remove(0, 300, -1)
-    c.extend(tokens[310:400], 300)
+    c.fill(tokens[310:400], 300)
     c.remove(0, 150, 170)
     c.remove(0, 380, -1)
     out = [c.extend(tokens[200:260], 380)]
@@ -78,7 +78,7 @@ def removed_and_refilled(model, tokens, **options):
 def shifted(model, tokens, **options):
     """Context shift: the middle goes, the rest moves forward, three times."""
     c = Context(model, **options)
-    c.extend(tokens[:400], 0)
+    c.fill(tokens[:400], 0)
     out, n = [], 400
     for _ in range(3):
         c.remove(0, 4, 64)
@@ -97,10 +97,10 @@ def shifted_quantized(model, tokens, **options):
 def restored(model, tokens, **options):
     """A sequence that is saved, dropped, and restored elsewhere."""
     c = Context(model, n_ctx=1024, n_seq=2, **options)
-    c.extend(tokens[:350], 0, 0)
+    c.fill(tokens[:350], 0, 0)
     state = c.save(0)
     c.remove(0, -1, -1)
-    c.extend(tokens[50:130], 0, 0)
+    c.fill(tokens[50:130], 0, 0)
     c.restore(state, 1)
     out = [c.extend(tokens[350:390], 350, 1), c.extend(tokens[130:160], 80, 0)]
     c.close()
@@ -110,9 +110,9 @@ def restored(model, tokens, **options):
 def checkpoint(model, tokens, **options):
     """A checkpoint that stays in the device's own buffers."""
     c = Context(model, **options)
-    c.extend(tokens[:300], 0)
+    c.fill(tokens[:300], 0)
     state = c.save(0, ON_DEVICE)
-    c.extend(tokens[300:350], 300)
+    c.fill(tokens[300:350], 300)
     c.restore(state, 0, ON_DEVICE)
     out = [c.extend(tokens[350:400], 300)]
     c.close()
@@ -124,7 +124,7 @@ def cleared(model, tokens, **options):
     c = Context(model, **options)
     first = c.extend(tokens[:300], 0)
     c.clear()
-    c.extend(tokens[100:400], 0)
+    c.fill(tokens[100:400], 0)
     c.clear()
     again = c.extend(tokens[:300], 0)
     c.close()
@@ -136,7 +136,7 @@ def many_contexts(model, tokens, **options):
     """Contexts that live at the same time do not see each other's cells."""
     contexts = [Context(model, **options) for _ in range(3)]
     for i, c in enumerate(contexts):
-        c.extend(tokens[i * 10 : i * 10 + 200], 0)
+        c.fill(tokens[i * 10 : i * 10 + 200], 0)
     out = [c.extend(tokens[250:260], 200) for c in contexts]
     for c in contexts:
         c.close()

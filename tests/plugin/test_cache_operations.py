@@ -1,7 +1,8 @@
 """Everything a program can do to a cache through llama.cpp's C interface, against the same host without the plug-in.
 
-The f16 recipe keeps every row as it came, so only the order of floating-point operations differs: on this model stock
-bf16 against stock f16 gives 0.0036 nats, and these short runs scatter around that.
+The f16 recipe keeps every row as it came, so only the order of floating-point operations differs. The host multiplies
+16-bit weights without rounding, so that is little: 4e-6 to 9e-5 nats here. (With the model's own 4-bit weights the host
+rounds activations to 8 bits, and any change of arithmetic makes 0.0036.)
 """
 
 import json
@@ -9,7 +10,7 @@ import json
 import pytest
 from conftest import read_status, run_python
 
-NOISE = 0.008
+NOISE = 0.001
 # What 4-bit pages may add when they are made as early as possible (pages and window of 32 tokens).
 PACKED = "kivi:k=4,v=4,window=32,page=32"
 PACKED_NOISE = 0.04
@@ -67,13 +68,13 @@ def kld_of(results, name):
 
 
 @pytest.fixture(scope="module", name="f16_results")
-def run_f16(plugin, smollm2, text):
-    return run_scenarios("f16", plugin, smollm2, text, F16_SCENARIOS + QUANTIZED_TYPE_SCENARIOS)
+def run_f16(plugin, smollm2_f16, text):
+    return run_scenarios("f16", plugin, smollm2_f16, text, F16_SCENARIOS + QUANTIZED_TYPE_SCENARIOS)
 
 
 @pytest.fixture(scope="module", name="packed_results")
-def run_packed(plugin, smollm2, text):
-    return run_scenarios(PACKED, plugin, smollm2, text, [*PACKED_SCENARIOS, "no_flash:unified"])
+def run_packed(plugin, smollm2_f16, text):
+    return run_scenarios(PACKED, plugin, smollm2_f16, text, [*PACKED_SCENARIOS, "no_flash:unified"])
 
 
 @pytest.fixture(scope="module", name="window_results")
@@ -100,8 +101,8 @@ def test_packed_pages_stay_close(name, packed_results):
 
 
 @pytest.fixture(scope="module", name="turned_results")
-def run_turned(plugin, smollm2, text):
-    return run_scenarios(TURNED, plugin, smollm2, text, TURNED_SCENARIOS)
+def run_turned(plugin, smollm2_f16, text):
+    return run_scenarios(TURNED, plugin, smollm2_f16, text, TURNED_SCENARIOS)
 
 
 @pytest.mark.xdist_group("turned")
@@ -118,9 +119,9 @@ def test_keys_before_rope_of_a_neox_model_with_a_window(plugin, gemma, text):
 
 
 @pytest.mark.xdist_group("turned")
-def test_keys_that_cannot_be_turned_back_fail_by_name(plugin, smollm2, text):
+def test_keys_that_cannot_be_turned_back_fail_by_name(plugin, smollm2_f16, text):
     """With a quantized cache type the host multiplies keys by a Hadamard matrix behind RoPE."""
-    divergences, errors, _ = run_scenarios(TURNED, plugin, smollm2, text, ["quantized_type:streams"])
+    divergences, errors, _ = run_scenarios(TURNED, plugin, smollm2_f16, text, ["quantized_type:streams"])
     assert not divergences
     lines = [line for line in errors.splitlines() if line.startswith("kvant: a computation failed: ")]
     assert len(lines) == 1 and "layer 0: keys before RoPE are asked for, but no RoPE" in lines[0], errors[-3000:]
@@ -140,12 +141,12 @@ def test_sliding_window_model(name, window_results):
     assert kld_of(window_results, name) < 2 * window_results[2][name]
 
 
-def test_sinks_go_by_position(plugin, smollm2, text, tmp_path):
+def test_sinks_go_by_position(plugin, smollm2_f16, text, tmp_path):
     """Two sequences share the cells of one stream, and each keeps its own first 32 tokens unquantized."""
     status = tmp_path / "status.json"
     recipe = "kitty:boost=0.25,v=2,sink=32,window=32"
     name = "two_sequences:unified"
-    results = run_scenarios(recipe, plugin, smollm2, text, [name], KVANT_STATUS=str(status))
+    results = run_scenarios(recipe, plugin, smollm2_f16, text, [name], KVANT_STATUS=str(status))
     assert kld_of(results, name) < 0.3
     held = read_status(status)
     row = 3 * 128 * 2

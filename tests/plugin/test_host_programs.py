@@ -6,13 +6,15 @@ import pytest
 import tiny_models
 from conftest import kvant_lines, mean_kld, read_status, run_host, run_python
 
-# Any change of arithmetic moves stock f16 by 0.0034 to 0.0036 on SmolLM2; 512 tokens scatter around it.
-NOISE = 0.0045
+# Nats by which any change of arithmetic may move a model: one with 16-bit weights, and one with 4-bit weights, where the
+# host rounds activations to 8 bits.
+NOISE = 0.001
+NOISE_Q4 = 0.009
 
 
 @pytest.fixture(scope="module", name="smollm2_base")
-def base_logits(smollm2, text, tmp_path_factory):
-    return base_of(smollm2, text, tmp_path_factory.mktemp("base") / "base.kld")
+def base_logits(smollm2_f16, text, tmp_path_factory):
+    return base_of(smollm2_f16, text, tmp_path_factory.mktemp("base") / "base.kld")
 
 
 def quality_arguments(model, text, base):
@@ -26,9 +28,9 @@ def base_of(model, text, base):
 
 
 @pytest.mark.xdist_group("base")
-def test_f16_recipe_is_within_the_noise(smollm2, smollm2_base, text, tmp_path):
+def test_f16_recipe_is_within_the_noise(smollm2_f16, smollm2_base, text, tmp_path):
     status = tmp_path / "status.json"
-    arguments = [*quality_arguments(smollm2, text, smollm2_base), "--kl-divergence"]
+    arguments = [*quality_arguments(smollm2_f16, text, smollm2_base), "--kl-divergence"]
     _, output = run_host("llama-perplexity", *arguments, recipe="f16", KVANT_STATUS=str(status))
     assert mean_kld(output) < NOISE
     assert not kvant_lines(output)
@@ -39,9 +41,9 @@ def test_f16_recipe_is_within_the_noise(smollm2, smollm2_base, text, tmp_path):
 
 
 @pytest.mark.xdist_group("base")
-def test_status_adds_up(smollm2, smollm2_base, text, tmp_path):
+def test_status_adds_up(smollm2_f16, smollm2_base, text, tmp_path):
     status = tmp_path / "status.json"
-    arguments = [*quality_arguments(smollm2, text, smollm2_base), "--kl-divergence"]
+    arguments = [*quality_arguments(smollm2_f16, text, smollm2_base), "--kl-divergence"]
     recipe = "kivi:k=4,v=4,window=64"
     _, output = run_host("llama-perplexity", *arguments, recipe=recipe, KVANT_STATUS=str(status))
     assert mean_kld(output) < 0.03
@@ -62,7 +64,7 @@ def test_sliding_window_model(gemma, text, tmp_path):
     status = tmp_path / "status.json"
     arguments = [*quality_arguments(gemma, text, base), "--kl-divergence"]
     _, output = run_host("llama-perplexity", *arguments, recipe="f16", KVANT_STATUS=str(status))
-    assert mean_kld(output) < 2 * NOISE
+    assert mean_kld(output) < NOISE_Q4
     layers = read_status(status)["layers"]
     assert len(layers) == 18 and all(layer["key_dim"] == 256 for layer in layers)
 

@@ -91,7 +91,9 @@ std::vector<double> plain_k_means(std::vector<Sample> samples, std::size_t count
       sum[best] += s.weight * s.value;
       weight[best] += s.weight;
     }
+    const std::vector<double> before = centers;
     for (std::size_t c = 0; c < count; ++c) centers[c] = weight[c] > 0 ? sum[c] / weight[c] : centers[c];
+    if (centers == before) break;  // so would all later rounds be
   }
   return centers;
 }

@@ -49,8 +49,10 @@ class Operations {
     }
   }
 
-  void check() {
+  // others: also the stores that most operations leave alone, where damage stays until it is looked for.
+  void check(bool others) {
     model_.expect_equal(store_);
+    if (!others) return;
     other_model_.expect_equal(other_);
     ASSERT_TRUE(!copy_ || testing::dump(*copy_) == copy_dump_) << "a copy changed with its original";
   }
@@ -176,7 +178,7 @@ TEST_P(RandomStore, EqualsAPlainList) {
     for (int i = 0; i < 200; ++i) {
       SCOPED_TRACE("operation " + std::to_string(i));
       ASSERT_NO_FATAL_FAILURE(operations.step());
-      ASSERT_NO_FATAL_FAILURE(operations.check());
+      ASSERT_NO_FATAL_FAILURE(operations.check(i % 4 == 3));
     }
     seals += operations.seals();
     reopens += operations.reopens();
