@@ -223,11 +223,16 @@ void AttendPlan::Impl::split_few(const TeamSplit& split, std::span<const PlanSeq
 void AttendPlan::Impl::split_prefill() {
   const std::int64_t vectors = static_cast<std::int64_t>(args.rows) * args.group;
   const auto blocks = static_cast<int>((vectors + prefill->vectors - 1) / prefill->vectors);
-  prefill_split.ranks = std::min(prefill->ranks, blocks);
-  prefill_split.vector_blocks = (blocks + prefill_split.ranks - 1) / prefill_split.ranks * prefill_split.ranks;
+  int ranks = std::min(prefill->ranks, blocks);
+  int slots = prepare_prefill(*prefill, args.key_bytes, ranks);
+  if (slots == 0) {  // a part of a GPU may have no room for a cluster
+    ranks = 1;
+    slots = prepare_prefill(*prefill, args.key_bytes, ranks);
+  }
+  prefill_split.ranks = ranks;
+  prefill_split.vector_blocks = (blocks + ranks - 1) / ranks * ranks;
   const std::int64_t seen =
       args.window > 0 ? std::min<std::int64_t>(longest, std::int64_t{args.window} + args.rows) : longest;
-  const int slots = prepare_prefill(*prefill, args.key_bytes);
   const std::int64_t items = static_cast<std::int64_t>(prefill_split.vector_blocks) * args.kv_heads * sequences;
   // What a thread block does at once: 64 tokens, or a page per warp.
   const std::int64_t stage = prefill->few ? prefill->threads / 32 * kPage : 64;

@@ -31,6 +31,25 @@ const std::vector<PrefillKernel>& all() {
   return kernels;
 }
 
+// A grid in clusters of `ranks` blocks along x; must outlive the call that is given its configuration.
+struct Launch {
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config{};
+
+  Launch(const PrefillKernel& kernel, dim3 blocks, int ranks, int key_bytes, cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+    config.gridDim = blocks;
+    config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+    config.dynamicSmemBytes = kernel.shared(key_bytes);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = ranks > 1 ? 1 : 0;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+};
+
 template <bool Bfloat>
 struct MergeConfig {
   static constexpr bool bfloat = Bfloat;
@@ -118,10 +137,16 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
   return best;
 }
 
-int prepare_prefill(const PrefillKernel& kernel, int key_bytes) {
+int prepare_prefill(const PrefillKernel& kernel, int key_bytes, int ranks) {
   // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
         "shared memory of the prefill kernel");
+  if (ranks > 1) {
+    const Launch launch(kernel, dim3(static_cast<unsigned>(ranks)), ranks, key_bytes, nullptr);
+    int clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &launch.config), "co-resident clusters");
+    return clusters * ranks;
+  }
   int blocks = 0;
   check(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads, kernel.shared(key_bytes)),
@@ -164,17 +189,9 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   // The runtime copies parameters during the call, as many as the kernel has, and writes none of them.
   void* parameters[] = {const_cast<DecodeArgs*>(&args), const_cast<ReferenceArgs*>(&layout), &parts,
                         const_cast<BlockFormat*>(&block)};
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(split.ranks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts));
-  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
-  config.dynamicSmemBytes = kernel.shared(args.key_bytes);
-  config.stream = as_stream(stream);
-  config.attrs = &cluster;
-  config.numAttrs = split.ranks > 1 ? 1 : 0;
-  check(cudaLaunchKernelExC(&config, kernel.function, parameters), "launch of the prefill kernel");
+  const dim3 blocks(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts));
+  const Launch launch(kernel, blocks, split.ranks, args.key_bytes, as_stream(stream));
+  check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the prefill kernel");
   if (parts == 1) return;
   const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;
   const int vectors = args.rows * args.group;

@@ -48,8 +48,8 @@ std::span<const PrefillKernel> prefill_kernels();
 bool runs_wgmma(const void* function);
 
 // Raises the kernel's shared memory limit on the current device; not while capturing. Returns how many of its blocks
-// the device runs at once. key_bytes: of the pool's pages.
-int prepare_prefill(const PrefillKernel& kernel, int key_bytes);
+// the device runs at once in clusters of `ranks`: 0 where it cannot run such clusters. key_bytes: of the pool's pages.
+int prepare_prefill(const PrefillKernel& kernel, int key_bytes, int ranks);
 
 // As many parts as shorten the call. items: blocks without parts; stages: tiles of 64 tokens of the longest sequence;
 // slots: blocks that the device runs at once.
