@@ -54,7 +54,7 @@ class BlockUnpacker {
         shared_(shared),
         page_(format, C::work(), shared, kv_head),
         ring_(shared, C::buffers(format)),
-        first_half_(stages.pages().number(0) * 2 + stages.pages().half(0)),
+        halves_(stages.pages()),
         coded_end_(min(share.end, stages.coded())),
         two_raw_(C::raw_slots(format) == 2) {
     if (C::unpack_thread() == 0) {
@@ -66,20 +66,20 @@ class BlockUnpacker {
 
   __device__ __forceinline__ void run() {
     int i = share_.begin;
-    const int first = is_own(i) ? i : i + 2 - half(i);
+    const int first = turns().first(halves_, i);
     if (first < coded_end_) fetch(first, stages_.pages().entry(first));
 #pragma unroll 1
     for (; i < coded_end_; ++i, ring_.advance()) {
       const bool own = is_own(i);
-      const bool fresh = own && (half(i) == 0 || page_.is_first());
+      const bool fresh = own && (halves_.half(i) == 0 || page_.is_first());
       if (fresh) begin_page(i);
       ring_.wait_empty();
       if (!own) continue;
-      page_.unpack(half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes);
+      page_.unpack(halves_.half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes);
       if (page_.has_outliers()) add_outliers(i, fresh);
-      if constexpr (C::turned) turn_keys(half(i));
+      if constexpr (C::turned) turn_keys(halves_.half(i));
       ring_.give_full_to_all(turns());
-      if (!two_raw_ && half(i) == 1 && has_next(i)) {
+      if (!two_raw_ && halves_.half(i) == 1 && has_next(i)) {
         meet();
         fetch_next(i);
       }
@@ -105,25 +105,19 @@ class BlockUnpacker {
   static __device__ __forceinline__ PageTurns<C> turns() {
     return PageTurns<C>();
   }
-  __device__ __forceinline__ int half(int i) const {
-    return (first_half_ + i) & 1;
-  }
-  __device__ __forceinline__ int number(int i) const {
-    return (first_half_ + i) >> 1;
-  }
   __device__ __forceinline__ bool is_own(int i) const {
-    return turns().is_own(number(i));
+    return turns().is_own(halves_.number(i));
   }
   // The first stage of this block's page after that of stage i.
   __device__ __forceinline__ int next_page(int i) const {
-    return i + 2 * turns().ranks() - half(i);
+    return i + 2 * turns().ranks() - halves_.half(i);
   }
   __device__ __forceinline__ bool has_next(int i) const {
     return next_page(i) < coded_end_;
   }
   // Of two pages by turns.
   __device__ __forceinline__ int turn_of(int i) const {
-    return turns().parity(number(i));
+    return turns().parity(halves_.number(i));
   }
   __device__ __forceinline__ std::int32_t* entry_of(int i) const {
     return reinterpret_cast<std::int32_t*>(shared_ + C::entries_offset) + turn_of(i);
@@ -160,7 +154,7 @@ class BlockUnpacker {
     page_.prepare(raw_of(i));
     if (first || !two_raw_) page_.fetch_list();
     if (two_raw_ && has_next(i)) fetch_next(i);
-    if constexpr (C::turned) place_angles<C>(format_.turns, number(i) * kPage, runs());
+    if constexpr (C::turned) place_angles<C>(format_.turns, halves_.number(i) * kPage, runs());
     meet();
   }
 
@@ -169,7 +163,7 @@ class BlockUnpacker {
   __device__ __forceinline__ void add_outliers(int i, bool fresh) {
     if (fresh) wait_for_copies();
     meet();
-    page_.add_outliers(ring_.keys(), ring_.values(), half(i));
+    page_.add_outliers(ring_.keys(), ring_.values(), halves_.half(i));
     if (fresh && two_raw_ && has_next(i)) page_.fetch_list();
   }
 
@@ -187,7 +181,7 @@ class BlockUnpacker {
   std::uint8_t* shared_;
   CorePage<C> page_;
   TileRing<C> ring_;
-  int first_half_;  // page of stage 0
+  HalfPages halves_;
   int coded_end_;
   bool two_raw_;
   std::uint32_t parity_ = 0;  // of the next page's copies

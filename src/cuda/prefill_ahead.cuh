@@ -32,7 +32,7 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
   // The own stage after one.
   const auto next = [&](int i) { return i + 1 + pages.half(i) * 2 * (turns.ranks() - 1); };
   int i = share.begin;
-  const int first = is_own(i) ? i : i + 2 - pages.half(i);
+  const int first = turns.first(pages, i);
   std::int32_t entry = first < coded_end ? pages.entry(first) : 0;
   const auto fetch = [&](int at) {
     Tiles::fetch(args, raw(at), sorted(at), pages.data(args, entry), pages.half(at),

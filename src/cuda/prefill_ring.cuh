@@ -2,6 +2,7 @@
 // block or in a cluster of two whose blocks unpack for each other. README.md has the reasons.
 #pragma once
 
+#include "cuda/prefill_stages.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -19,6 +20,10 @@ class PageTurns {
   __device__ int rank() const { return rank_; }
   __device__ int ranks() const { return ranks_; }
   __device__ bool is_own(int page) const { return (page & (ranks_ - 1)) == rank_; }
+  // The first own stage from stage i on.
+  __device__ int first(const HalfPages& pages, int i) const {
+    return is_own(pages.number(i)) ? i : i + 2 - pages.half(i);
+  }
   // The block's own pages are 0 and 1 by turns.
   __device__ int parity(int page) const { return page >> (ranks_ - 1) & 1; }
 

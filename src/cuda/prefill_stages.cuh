@@ -82,21 +82,26 @@ struct VectorBlock {
   static __device__ int block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 };
 
+// Which half of which of a sequence's pages a stage is.
+class HalfPages {
+ public:
+  __device__ explicit HalfPages(int first) : first_(first) {}
+  __device__ int half(int i) const { return (first_ + i) & 1; }
+  __device__ int number(int i) const { return (first_ + i) >> 1; }
+
+ protected:
+  int first_;  // half page of stage 0
+};
+
 // The coded pages of a block's head by stage. Everything a loop over them needs is in registers: the compiler would
 // work it out from the arguments each time.
-class CodedPages {
+class CodedPages : public HalfPages {
  public:
   __device__ CodedPages(const std::int32_t* table, const std::uint8_t* pages, int first)
-      : table_(table), pages_(pages), first_(first) {
+      : HalfPages(first), table_(table), pages_(pages) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+l"(table_), "+l"(pages_), "+r"(first_));
 #endif
-  }
-  __device__ int half(int i) const {
-    return (first_ + i) & 1;
-  }
-  __device__ int number(int i) const {
-    return (first_ + i) >> 1;
   }
   __device__ const std::int32_t* entry_at(int i) const {
     return table_ + number(i);
@@ -111,7 +116,6 @@ class CodedPages {
  private:
   const std::int32_t* table_;
   const std::uint8_t* pages_;
-  int first_;  // half page
 };
 
 // Coded half pages, then sinks, then the open tail.
