@@ -265,15 +265,16 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   const int items = c.batch * c.shape.kv_heads;
   std::vector<Split> splits;
   for (const double cost : {5.0, 20.0}) splits.push_back({1, 132, false, false, cost});
-  if (items <= 66) splits.push_back({2, 66 / items * items, false, true});
+  if (items <= 66) splits.push_back({2, items, false, true});
   if (items > 66) {
     Split whole{1, 0, false, false};
     whole.whole = (items + 131) / 132;
     whole.groups = (items + whole.whole - 1) / whole.whole;
     splits.push_back(whole);
   } else {
+    splits.push_back({1, 132 / items * items, false, true});
     for (const int ranks : {4, 8}) {
-      if (128 / ranks >= items) splits.push_back({ranks, 128 / ranks / items * items, false, true});
+      if (128 / ranks >= items) splits.push_back({ranks, items, false, true});
     }
   }
   for (const Split& split : splits) {

@@ -149,12 +149,16 @@ void AttendPlan::Impl::load(const Split& split, std::span<const PlanSequence> sh
   }
   partials = DeviceBuffer<float>(static_cast<std::size_t>(plan.partials) *
                                  static_cast<std::size_t>(shape.vectors_per_item * (format.value.dim + 2)));
-  counters = DeviceBuffer<std::uint32_t>(static_cast<std::size_t>(plan.counters));
-  if (plan.counters > 0) counters.fill_zero();
   args.segments = segments.get();
   args.partials = partials.get();
-  args.counters = counters.get();
+  make_counters(static_cast<std::size_t>(plan.counters));
   prepare_decode(*kernel);
+}
+
+void AttendPlan::Impl::make_counters(std::size_t count) {
+  counters = DeviceBuffer<std::uint32_t>(count);
+  if (count > 0) counters.fill_zero();
+  args.counters = counters.get();
 }
 
 void AttendPlan::Impl::load_layout(std::span<const PlanSequence> shapes) {
@@ -205,12 +209,9 @@ void AttendPlan::Impl::split_few(const TeamSplit& split, std::span<const PlanSeq
   prefill_split.parts = std::min(split.parts, 65535 / std::max(1, sequences));
   options.overlap = options.overlap && waits_for_predecessor(block->function);
   args.pages_settled = options.overlap ? args.pages_settled : 0;
-  const auto items = static_cast<std::size_t>(prefill_split.vector_blocks * args.kv_heads * sequences);
   partials = DeviceBuffer<float>(prefill_workspace(*block, prefill_split, args.kv_heads, sequences));
-  counters = DeviceBuffer<std::uint32_t>(items);
-  if (items > 0) counters.fill_zero();
   args.partials = partials.get();
-  args.counters = counters.get();
+  make_counters(static_cast<std::size_t>(prefill_split.vector_blocks * args.kv_heads * sequences));
   team_layout = TeamLayout();
   if (shapes.size() > TeamLayout::kSequences) team_layout.memory = reference;
   for (std::size_t i = 0; i < shapes.size() && i < TeamLayout::kSequences; ++i) {
@@ -240,6 +241,7 @@ void AttendPlan::Impl::split_prefill() {
       std::min(choose_parts(items, (seen + stage - 1) / stage, slots), 65535 / std::max(1, sequences));
   partials = DeviceBuffer<float>(prefill_workspace(*prefill, prefill_split, args.kv_heads, sequences));
   args.partials = partials.get();
+  if (prefill->few) make_counters(static_cast<std::size_t>(items));
 }
 
 AttendPlan::~AttendPlan() = default;

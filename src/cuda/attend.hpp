@@ -34,6 +34,7 @@ struct AttendPlan::Impl {
 
   // Cuts the work by `split` and loads it onto the device. `sequences` must match the batch.
   void load(const Split& split, std::span<const PlanSequence> shapes);
+  void make_counters(std::size_t count);  // of finished parts, for kernels whose last block merges
   std::vector<PlanSequence> describe_sequences(int headroom, int units_per_page) const;
   // Loads which pages are coded, for the prefill and the reference path.
   void load_layout(std::span<const PlanSequence> shapes);

@@ -307,6 +307,33 @@ class BlockWarp : public BlockScores<C> {
   float largest_end_ = 0;  // magnitude of the ends of the page's value grids, of this lane's places
 };
 
+// From the warps of a block, and then from those of all parts, to the result.
+template <class C>
+__device__ void merge_warps_and_parts(const DecodeArgs& args, const VectorBlock& block, std::uint8_t* shared,
+                                      const WarpState<C>& state, const Lane& lane) {
+  using Records = PartRecords<C>;
+  __syncthreads();  // results take the place of the parts of warps or teams
+  publish_warp<C>(shared, static_cast<int>(threadIdx.x) / 32, state, lane);
+  __syncthreads();
+  const int first = 2 * static_cast<int>(threadIdx.x);
+  const int step = 2 * static_cast<int>(blockDim.x);
+  const int outputs = C::value.dim * min(C::vectors, args.rows * args.group - block.segment.vector0);
+  const auto store = [&](int at, const Merged& r) {
+    store_result<C>(args, block.segment, at / C::value.dim, at % C::value.dim, r);
+  };
+  const auto merged = [&](int at) {
+    return merge_warps<C>(shared, static_cast<int>(blockDim.x) / 32, at / C::value.dim, at % C::value.dim);
+  };
+  if (block.parts == 1) {
+    for (int at = first; at < outputs; at += step) store(at, merged(at));
+    return;
+  }
+  const Records records(block.partial(args, Records::kRecord) - block.part * Records::kRecord);
+  for (int at = first; at < outputs; at += step) records.store(block.part, at, merged(at));
+  if (!arrive_last<C>(args, block.item(), block.parts, shared)) return;
+  for (int at = first; at < outputs; at += step) store(at, records.load(block.parts, at));
+}
+
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
@@ -362,27 +389,7 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
     if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
   }
 
-  __syncthreads();  // results take the place of the warps' parts
-  publish_warp<C>(shared, warp, state, lane);
-  __syncthreads();
-  const auto* outputs = reinterpret_cast<const float*>(shared + C::merge_offset);
-  const auto* states = reinterpret_cast<const float2*>(shared + C::state_offset);
-  float* partial = parts > 1 ? block.partial(args, C::vectors * (C::value.dim + 2)) : nullptr;
-  const int live = min(C::vectors, args.rows * args.group - segment.vector0);
-  for (int i = static_cast<int>(threadIdx.x); i < live * C::value.dim; i += C::threads) {
-    const int vector = i / C::value.dim;
-    const int channel = i % C::value.dim;
-    const Merged r = merge_parts<C::warps>(
-        C::warps, [&](int w) { return states[w * C::vectors + vector]; },
-        [&](int w) { return outputs[(w * C::vectors + vector) * C::merge_stride + channel]; });
-    if (parts == 1) {
-      store_result<C>(args, segment, vector, channel, r);
-      continue;
-    }
-    float* to = partial + vector * (C::value.dim + 2);
-    to[channel] = r.output;
-    if (channel == 0) *reinterpret_cast<float2*>(to + C::value.dim) = {r.maximum, r.sum};
-  }
+  merge_warps_and_parts<C>(args, block, shared, state, lane);
 }
 
 }  // namespace kvant::cuda

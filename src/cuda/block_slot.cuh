@@ -33,7 +33,7 @@ struct BlockDecodeConfig {
   static constexpr int s_stride = kPage + 8;           // floats of a row of scores
   static constexpr int scale_offset = KeyDim * vectors * 4;
   static constexpr int flag_offset = scale_offset + vectors * 4;
-  static constexpr int barrier_offset = scale_offset + (Team > 1 ? 32 : 0);
+  static constexpr int barrier_offset = scale_offset + 32;
   static constexpr int team_offset = barrier_offset + teams * 16;
   static constexpr int merge_stride = ValueDim + 8;
   static constexpr int merge_offset = team_offset;

@@ -32,73 +32,6 @@ __device__ __forceinline__ void prepare_queries(const DecodeArgs& args, const Se
   if (lane == 0) reinterpret_cast<float*>(shared + C::scale_offset)[vector] = peak * args.scale * kLog2e;
 }
 
-// What a block of a team kernel and its parts merge.
-template <class C>
-class TeamMerge {
- public:
-  __device__ TeamMerge(const DecodeArgs& args, const VectorBlock& block, std::uint8_t* shared)
-      : args_(args),
-        segment_(block.segment),
-        shared_(shared),
-        parts_(block.parts),
-        mine_(block.parts > 1 ? block.partial(args, kRecord) : nullptr),
-        first_(block.parts > 1 ? mine_ - block.part * kRecord : nullptr) {
-    segment_.parts = block.parts;
-    segment_.counter = block.item();
-    outputs_ = C::value.dim * min(C::vectors, args.rows * args.group - segment_.vector0);
-  }
-
-  // After publish_warp() and a barrier.
-  __device__ void run() {
-    const auto* outputs = reinterpret_cast<const float*>(shared_ + C::merge_offset);
-    const auto* states = reinterpret_cast<const float2*>(shared_ + C::state_offset);
-    const int warps = static_cast<int>(blockDim.x) / 32;
-    for (int i = static_cast<int>(threadIdx.x); i < outputs_; i += static_cast<int>(blockDim.x)) {
-      const int vector = i / C::value.dim;
-      const int channel = i % C::value.dim;
-      const Merged r = merge_parts<C::warps>(
-          warps, [&](int w) { return states[w * C::vectors + vector]; },
-          [&](int w) { return outputs[(w * C::vectors + vector) * C::merge_stride + channel]; });
-      if (parts_ == 1) {
-        store_result<C>(args_, segment_, vector, channel, r);
-      } else {
-        mine_[i] = r.output;
-        if (channel == 0) reinterpret_cast<float2*>(mine_ + kStates)[vector] = {r.maximum, r.sum};
-      }
-    }
-    if (parts_ > 1 && arrive_last<C>(args_, segment_, shared_)) merge_all();
-  }
-
- private:
-  static constexpr int kStates = C::vectors * C::value.dim;  // outputs come first
-  static constexpr int kRecord = kStates + 2 * C::vectors;
-
-  __device__ void merge_all() const {
-    constexpr int batch = 16;
-    for (int i = static_cast<int>(threadIdx.x); i < outputs_; i += static_cast<int>(blockDim.x)) {
-      const int vector = i / C::value.dim;
-      Merged all;
-      for (int part = 0; part < parts_; part += batch) {
-        const float* from = first_ + static_cast<std::int64_t>(part) * kRecord;
-        const Merged some = merge_parts<batch>(
-            parts_ - part,
-            [&](int k) { return __ldcg(reinterpret_cast<const float2*>(from + k * kRecord + kStates) + vector); },
-            [&](int k) { return __ldcg(from + k * kRecord + i); });
-        all = part == 0 ? some : merge_two(all, some);
-      }
-      store_result<C>(args_, segment_, vector, i % C::value.dim, all);
-    }
-  }
-
-  const DecodeArgs& args_;
-  Segment segment_;
-  std::uint8_t* shared_;
-  int parts_;
-  float* mine_;         // this part's record in memory
-  const float* first_;  // that of part 0
-  int outputs_;
-};
-
 // The layout of a sequence, from the launch or from memory.
 __device__ __forceinline__ void place_segment(const TeamLayout& layout, Segment& segment, int& first_page) {
   const int b = segment.sequence;
@@ -171,10 +104,7 @@ __global__ void __launch_bounds__(C::threads, 1)
     if (exact.data != nullptr) add_exact_tile<C>(args, segment, exact, state, lane);
   }
 
-  __syncthreads();  // results take the place of the teams' parts
-  publish_warp<C>(shared, warp, state, lane);
-  __syncthreads();
-  TeamMerge<C>(args, block, shared).run();
+  merge_warps_and_parts<C>(args, block, shared, state, lane);
 }
 
 }  // namespace kvant::cuda

@@ -61,8 +61,7 @@ struct DecodeConfig {
   static constexpr int barrier_offset = sorted ? 0 : Warps * fixed_slot_bytes;
   static constexpr int merge_offset = barrier_offset + Warps * 16;
   static constexpr int state_offset = merge_offset + Warps * vectors * merge_stride * 4;
-  static constexpr int block_offset = state_offset + Warps * vectors * 8;  // what a cluster reads: outputs, then states
-  static constexpr int flag_offset = block_offset + vectors * (ValueDim + 2) * 4;
+  static constexpr int flag_offset = state_offset + Warps * vectors * 8;
   // Sorted keys: queries as [channel][vector], and per warp the bytes of q * step by place in the page.
   static constexpr int query_offset = flag_offset + 16;
   // The latter lie where the warp puts its outputs once it has no more pages.

@@ -1,5 +1,5 @@
-// From the warps of a block to the result: block, then cluster, then (where the host split vectors further) the last
-// block to finish combines the parts that the others left in the workspace.
+// From the warps of a block to the result: the block's, then those of its cluster; or, where vectors are split over
+// blocks, the last one to finish combines the parts that all have left in the workspace.
 #pragma once
 
 #include "cuda/decode_exact.cuh"
@@ -8,22 +8,23 @@ namespace kvant::cuda {
 
 constexpr int kMaxRanks = 8;  // blocks of a cluster
 
-// (maximum, sum) pairs and outputs of `count` partial results, merged for one vector and channel.
+// Partial results of one vector and two channels, merged.
 struct Merged {
   float maximum = kMinusInfinity;
   float sum = 0;
-  float output = 0;
+  float2 output{0, 0};
 };
 
-// Merges parts 0..count-1, count <= Most. All loads are on their way before the first is used.
+// Merges parts 0..count-1, count <= Most: state(i) is a part's (maximum, sum), output(i) its two outputs. All loads are
+// on their way before the first is used.
 template <int Most, class State, class Output>
 __device__ __forceinline__ Merged merge_parts(int count, const State& state, const Output& output) {
   float2 states[Most];
-  float outputs[Most];
+  float2 outputs[Most];
 #pragma unroll
   for (int i = 0; i < Most; ++i) {
     states[i] = i < count ? state(i) : float2{kMinusInfinity, 0};
-    outputs[i] = i < count ? output(i) : 0.0F;
+    outputs[i] = i < count ? output(i) : float2{0, 0};
   }
   Merged r;
 #pragma unroll
@@ -33,7 +34,8 @@ __device__ __forceinline__ Merged merge_parts(int count, const State& state, con
   for (int i = 0; i < Most; ++i) {
     const float weight = ptx::exp2_fast(states[i].x - finite);
     r.sum = fmaf(weight, states[i].y, r.sum);
-    r.output = fmaf(weight, outputs[i], r.output);
+    r.output.x = fmaf(weight, outputs[i].x, r.output.x);
+    r.output.y = fmaf(weight, outputs[i].y, r.output.y);
   }
   return r;
 }
@@ -45,7 +47,7 @@ __device__ __forceinline__ Merged merge_two(const Merged& a, const Merged& b) {
   const float wa = ptx::exp2_fast(a.maximum - finite);
   const float wb = ptx::exp2_fast(b.maximum - finite);
   r.sum = wa * a.sum + wb * b.sum;
-  r.output = wa * a.output + wb * b.output;
+  r.output = {wa * a.output.x + wb * b.output.x, wa * a.output.y + wb * b.output.y};
   return r;
 }
 
@@ -81,11 +83,13 @@ __device__ Target finish_vector(const DecodeArgs& args, const Segment& segment, 
           sum > 0 ? rescale / sum : 0.0F};
 }
 
+// channel, channel + 1: even and odd.
 template <class C>
 __device__ void store_result(const DecodeArgs& args, const Segment& segment, int vector, int channel, const Merged& r) {
   const Target target = finish_vector<C>(args, segment, vector, r.maximum, r.sum, channel == 0);
   if (target.out != nullptr) {
-    target.out[channel] = static_cast<std::uint16_t>(ptx::narrow2<C::bfloat>(r.output * target.factor, 0));
+    *reinterpret_cast<std::uint32_t*>(target.out + channel) =
+        ptx::narrow2<C::bfloat>(r.output.x * target.factor, r.output.y * target.factor);
   }
 }
 
@@ -107,111 +111,152 @@ __device__ void publish_warp(std::uint8_t* shared, int warp, const WarpState<C>&
   }
 }
 
-// Combines the parts of a segment's vectors; every thread of the block that arrived last takes part.
+// What publish_warp() left of `warps` warps, for channels channel and channel + 1.
 template <class C>
-__device__ void combine_parts(const DecodeArgs& args, const Segment& segment) {
-  constexpr int record = C::vectors * (C::value.dim + 2);
-  const float* parts = args.partials + static_cast<std::int64_t>(segment.partial0) * record;
-  for (int i = static_cast<int>(threadIdx.x); i < C::vectors * C::value.dim; i += C::threads) {
-    const int vector = i / C::value.dim;
-    constexpr int batch = 8;
-    Merged r;
-    for (int first = 0; first < segment.parts; first += batch) {
-      const float* from = parts + static_cast<std::int64_t>(first) * record;
-      r = merge_two(
-          r, merge_parts<batch>(
-                 segment.parts - first,
-                 [&](int part) {
-                   return __ldcg(reinterpret_cast<const float2*>(from + part * record + C::vectors * C::value.dim) +
-                                 vector);
-                 },
-                 [&](int part) { return __ldcg(from + part * record + i); }));
+__device__ __forceinline__ Merged merge_warps(const std::uint8_t* shared, int warps, int vector, int channel) {
+  const auto* outputs = reinterpret_cast<const float*>(shared + C::merge_offset);
+  const auto* states = reinterpret_cast<const float2*>(shared + C::state_offset);
+  return merge_parts<C::warps>(
+      warps, [&](int w) { return states[w * C::vectors + vector]; },
+      [&](int w) {
+        const int row = w * C::vectors + vector;
+        return *reinterpret_cast<const float2*>(outputs + row * C::merge_stride + channel);
+      });
+}
+
+// What the parts of some vectors leave in the workspace: a record each, outputs [vectors][value_dim], then
+// (maximum, sum) [vectors]. `at`: an even place among the outputs.
+template <class C>
+class PartRecords {
+ public:
+  static constexpr int kOutputs = C::vectors * C::value.dim;
+  static constexpr int kRecord = kOutputs + 2 * C::vectors;
+
+  __device__ explicit PartRecords(float* first) : first_(first) {}
+
+  __device__ void store(int part, int at, const Merged& r) const {
+    float* record = first_ + static_cast<std::int64_t>(part) * kRecord;
+    *reinterpret_cast<float2*>(record + at) = r.output;
+    if (at % C::value.dim == 0) {
+      reinterpret_cast<float2*>(record + kOutputs)[at / C::value.dim] = {r.maximum, r.sum};
     }
-    store_result<C>(args, segment, vector, i % C::value.dim, r);
   }
-}
-
-template <class C>
-__device__ void store_part(const DecodeArgs& args, const Segment& segment, int i, const Merged& r) {
-  constexpr int record = C::vectors * (C::value.dim + 2);
-  float* part = args.partials + static_cast<std::int64_t>(segment.partial0 + segment.part) * record;
-  part[i] = r.output;
-  if (i % C::value.dim == 0) {
-    reinterpret_cast<float2*>(part + C::vectors * C::value.dim)[i / C::value.dim] = {r.maximum, r.sum};
+  __device__ Merged load(int parts, int at) const {
+    constexpr int batch = 16;
+    Merged all;
+    for (int part = 0; part < parts; part += batch) {
+      const float* from = first_ + static_cast<std::int64_t>(part) * kRecord;
+      const Merged some = merge_parts<batch>(
+          parts - part,
+          [&](int k) {
+            return __ldcg(reinterpret_cast<const float2*>(from + k * kRecord + kOutputs) + at / C::value.dim);
+          },
+          [&](int k) { return __ldcg(reinterpret_cast<const float2*>(from + k * kRecord + at)); });
+      all = part == 0 ? some : merge_two(all, some);
+    }
+    return all;
   }
-}
 
-// Counts a finished segment; true for the last of its parts. One thread calls it, after its writers' fences.
-__device__ inline bool count_part(const DecodeArgs& args, const Segment& segment) {
-  __threadfence();
-  const bool last = atomicAdd(args.counters + segment.counter, 1U) + 1U == static_cast<unsigned>(segment.parts);
-  if (last) args.counters[segment.counter] = 0;
-  __threadfence();
-  return last;
-}
+ private:
+  float* first_;  // the record of part 0
+};
 
-// Counts this segment as done; true for every thread of the block that is the last of its parts.
+// Counts one of `parts` as done; true for every thread of the block that is the last. What its threads stored before is
+// there for the threads of that one.
 template <class C>
-__device__ bool arrive_last(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
+__device__ bool arrive_last(const DecodeArgs& args, int counter, int parts, std::uint8_t* shared) {
   auto* flag = reinterpret_cast<int*>(shared + C::flag_offset);
   __syncthreads();
   if (threadIdx.x == 0) {
-    *flag = count_part(args, segment) ? 1 : 0;
+    const bool last = ptx::add_acquire_release(args.counters + counter, 1U) + 1U == static_cast<unsigned>(parts);
+    if (last) args.counters[counter] = 0;
+    *flag = last ? 1 : 0;
   }
   __syncthreads();
   return *flag != 0;
 }
 
-// All warps of all blocks of the cluster meet at the end of a segment.
+// All warps of a block meet at the end of a segment.
 template <class C>
-__device__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank, int ranks,
-                              const WarpState<C>& state, const Lane& lane) {
-  const int thread = static_cast<int>(threadIdx.x);
-  publish_warp<C>(shared, thread / 32, state, lane);
-  __syncthreads();
-  const auto* outputs = reinterpret_cast<const float*>(shared + C::merge_offset);
-  const auto* states = reinterpret_cast<const float2*>(shared + C::state_offset);
-  auto* block_outputs = reinterpret_cast<float*>(shared + C::block_offset);
-  auto* block_states = reinterpret_cast<float2*>(block_outputs + C::vectors * C::value.dim);
-  const auto finish = [&](int i, const Merged& r) {
-    if (segment.parts > 1) {
-      store_part<C>(args, segment, i, r);
-    } else {
-      store_result<C>(args, segment, i / C::value.dim, i % C::value.dim, r);
-    }
+__device__ void merge_block(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared) {
+  using Records = PartRecords<C>;
+  const int first = 2 * static_cast<int>(threadIdx.x);
+  const Records records(args.partials + static_cast<std::int64_t>(segment.partial0) * Records::kRecord);
+  const auto store = [&](int at, const Merged& r) {
+    store_result<C>(args, segment, at / C::value.dim, at % C::value.dim, r);
   };
-  for (int i = thread; i < C::vectors * C::value.dim; i += C::threads) {
-    const int vector = i / C::value.dim;
-    const Merged r = merge_parts<C::warps>(
-        C::warps, [&](int w) { return states[w * C::vectors + vector]; },
-        [&](int w) { return outputs[(w * C::vectors + vector) * C::merge_stride + i % C::value.dim]; });
-    if (ranks == 1) {
-      finish(i, r);
+  for (int at = first; at < Records::kOutputs; at += 2 * C::threads) {
+    const Merged r = merge_warps<C>(shared, C::warps, at / C::value.dim, at % C::value.dim);
+    if (segment.parts > 1) {
+      records.store(segment.part, at, r);
     } else {
-      block_outputs[i] = r.output;
-      if (i % C::value.dim == 0) block_states[vector] = {r.maximum, r.sum};
+      store(at, r);
     }
   }
+  if (segment.parts > 1 && arrive_last<C>(args, segment.counter, segment.parts, shared)) {
+    for (int at = first; at < Records::kOutputs; at += 2 * C::threads) store(at, records.load(segment.parts, at));
+  }
+}
+
+#if __CUDA_ARCH__ >= 900
+// The blocks of a cluster, whose only segment this is, bring their outputs to the first one's shared memory, where its
+// slots were. The others leave before it has read.
+template <class C>
+__device__ void merge_cluster(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared, int rank,
+                              int ranks) {
+  using Records = PartRecords<C>;
+  static_assert(kMaxRanks * Records::kRecord * 4 <= C::warps * C::fixed_slot_bytes,
+                "records fit in place of the slots");
+  constexpr int turns = (Records::kOutputs + 2 * C::threads - 1) / (2 * C::threads);
+  const int first = 2 * static_cast<int>(threadIdx.x);
+  ptx::cluster_arrive();  // this block's slots are free
+  Merged mine[turns];
+#pragma unroll
+  for (int i = 0; i < turns; ++i) {
+    const int at = first + 2 * C::threads * i;
+    if (at < Records::kOutputs) mine[i] = merge_warps<C>(shared, C::warps, at / C::value.dim, at % C::value.dim);
+  }
+  ptx::cluster_wait();
+  const std::uint32_t to = ptx::map_shared(ptx::shared_address(shared + C::slots_offset), 0) +
+                           static_cast<std::uint32_t>(rank * Records::kRecord) * 4;
+#pragma unroll
+  for (int i = 0; i < turns; ++i) {
+    const int at = first + 2 * C::threads * i;
+    if (at >= Records::kOutputs) break;
+    ptx::mapped_store(to + 4 * static_cast<std::uint32_t>(at), mine[i].output);
+    if (at % C::value.dim != 0) continue;
+    const auto state = static_cast<std::uint32_t>(Records::kOutputs + 2 * (at / C::value.dim));
+    ptx::mapped_store(to + 4 * state, {mine[i].maximum, mine[i].sum});
+  }
+  ptx::cluster_arrive();
+  if (rank != 0) return;
+  ptx::cluster_wait();
+  const auto* records = reinterpret_cast<const float*>(shared + C::slots_offset);
+  for (int at = first; at < Records::kOutputs; at += 2 * C::threads) {
+    const int vector = at / C::value.dim;
+    const Merged r = merge_parts<kMaxRanks>(
+        ranks,
+        [&](int k) {
+          return *reinterpret_cast<const float2*>(records + k * Records::kRecord + Records::kOutputs + 2 * vector);
+        },
+        [&](int k) { return *reinterpret_cast<const float2*>(records + k * Records::kRecord + at); });
+    store_result<C>(args, segment, vector, at % C::value.dim, r);
+  }
+}
+#endif
+
+template <class C>
+__device__ __forceinline__ void merge_segment(const DecodeArgs& args, const Segment& segment, std::uint8_t* shared,
+                                              int rank, int ranks, const WarpState<C>& state, const Lane& lane) {
+  publish_warp<C>(shared, static_cast<int>(threadIdx.x) / 32, state, lane);
+  __syncthreads();
 #if __CUDA_ARCH__ >= 900
   if (ranks > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-    for (int i = rank * C::threads + thread; i < C::vectors * C::value.dim; i += ranks * C::threads) {
-      const auto* s = reinterpret_cast<const float*>(block_states + i / C::value.dim);
-      const Merged r = merge_parts<kMaxRanks>(
-          ranks,
-          [&](int k) {
-            return float2{ptx::load_cluster(s, k), ptx::load_cluster(s + 1, k)};
-          },
-          [&](int k) { return ptx::load_cluster(block_outputs + i, k); });
-      finish(i, r);
-    }
-    if (segment.parts > 1) __threadfence();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    merge_cluster<C>(args, segment, shared, rank, ranks);
+    return;
   }
 #endif
-  if (segment.parts > 1 && rank == 0 && arrive_last<C>(args, segment, shared)) combine_parts<C>(args, segment);
+  merge_block<C>(args, segment, shared);
   __syncthreads();  // the shared buffers are free for the next segment
 }
 

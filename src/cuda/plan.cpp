@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace kvant::cuda {
 namespace {
 
-constexpr int kShortPages =
-    256;                        // up to here one cluster of 8 per head is faster than more clusters and a second merge
-constexpr int kHalfPages = 32;  // up to here a cluster's 64 warps have no whole page each
+// Up to here one cluster of 8 per head is faster than parts that meet in memory: one round of its warps, or two short
+// ones.
+constexpr int kShortPages = 128;
+constexpr int kShortSlowPages = 64;
+constexpr int kHalfPages = 32;        // up to here a cluster's 64 warps have no whole page each
+constexpr double kPartRound = 0.025;  // what the last block reads longer for a part, in rounds of the warps
 constexpr double kShortSegmentCost =
     20;                         // of the segments of a ragged batch: many are shorter than a round of the warps
 constexpr int kFewPages = 250;  // per multiprocessor: below, 8 warps beat 12
@@ -156,6 +160,20 @@ class Builder {
   Plan plan_;
 };
 
+// Blocks for each (sequence, head), each with some of its pages.
+int choose_block_parts(int most, int pages) {
+  constexpr int kWarps = 8;
+  int best = 1;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for (int parts = 1; parts <= most; ++parts) {
+    const double cost = (pages + parts * kWarps - 1) / (parts * kWarps) + kPartRound * parts;
+    if (cost >= best_cost) continue;
+    best = parts;
+    best_cost = cost;
+  }
+  return best;
+}
+
 }  // namespace
 
 Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
@@ -167,16 +185,19 @@ Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
     return split;
   }
   split.few_warps = !device.more_warps && std::int64_t{items} * pages / device.multiprocessors < kFewPages;
-  if (items <= device.clusters_of_8 && pages <= kShortPages) {
+  if (items <= device.clusters_of_8 && pages <= (device.more_warps ? kShortSlowPages : kShortPages)) {
     split.ranks = 8;
     split.groups = items;
     split.half = device.halves && pages <= kHalfPages;
     split.aligned = split.few_warps = true;
+  } else if (items * (device.clusters_of_2 > 0 ? 3 : 2) <= device.multiprocessors) {
+    split.groups = choose_block_parts(device.multiprocessors / items, pages) * items;
+    split.aligned = split.few_warps = true;
   } else if (items <= device.clusters_of_2) {
     split.ranks = 2;
-    split.groups = device.clusters_of_2 / items * items;
+    split.groups = items;
     split.aligned = true;
-    split.few_warps = !device.more_warps || split.groups > items;
+    split.few_warps = !device.more_warps;
   } else {
     const int whole = (items + device.multiprocessors - 1) / device.multiprocessors;
     const double cut = std::int64_t{items} * pages + (std::int64_t{items} + device.multiprocessors) * kEndCost;

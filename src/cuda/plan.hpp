@@ -25,7 +25,7 @@ struct PlanShape {
   double exact_cost = 1;     // of an exact tile, in units
 };
 
-// The grid: `groups` clusters of `ranks` blocks.
+// The grid: `groups` clusters of `ranks` blocks. A cluster of more than one has a (sequence, head) of its own, whole.
 struct Split {
   int ranks = 1;
   int groups = 1;

@@ -192,7 +192,7 @@ void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const R
   const dim3 blocks(static_cast<unsigned>(split.vector_blocks), heads, static_cast<unsigned>(sequences * parts));
   const Launch launch(kernel, blocks, split.ranks, args.key_bytes, as_stream(stream));
   check(cudaLaunchKernelExC(&launch.config, kernel.function, parameters), "launch of the prefill kernel");
-  if (parts == 1) return;
+  if (parts == 1 || kernel.few) return;
   const auto merge = kernel.bfloat ? &merge_parts_kernel<true> : &merge_parts_kernel<false>;
   const int vectors = args.rows * args.group;
   const dim3 grid(static_cast<unsigned>((vectors + kMergeWarps - 1) / kMergeWarps), heads,

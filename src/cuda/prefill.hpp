@@ -38,7 +38,7 @@ struct PrefillKernel {
 struct PrefillSplit {
   int vector_blocks = 1;  // per KV head and sequence, a multiple of ranks: the last may have no vectors
   int ranks = 1;          // blocks of a cluster
-  int parts = 1;          // more than one: partial results meet in a second kernel; not those of teams
+  int parts = 1;          // more than one: partial results meet in a second kernel; not those of few vectors
 };
 
 // The best for the current device; null where this build has no such kernel.
@@ -59,8 +59,8 @@ int choose_parts(std::int64_t items, std::int64_t stages, int slots);
 std::size_t prefill_workspace(const PrefillKernel& kernel, const PrefillSplit& split, int kv_heads, int sequences);
 
 // `layout` says which pages of a sequence are coded and how many sinks it has, as for the reference kernel. Segments
-// and counters of args are not read; args.partials must have prefill_workspace() floats. block: read by kernels over
-// block pages.
+// of args are not read; args.partials must have prefill_workspace() floats, for few vectors args.counters a zero per
+// item. block: read by kernels over block pages.
 void launch_prefill(const PrefillKernel& kernel, const DecodeArgs& args, const ReferenceArgs& layout,
                     const BlockFormat& block, const PrefillSplit& split, int sequences, void* stream);
 

@@ -169,6 +169,13 @@ __device__ __forceinline__ std::uint32_t narrow2(float low, float high) {
   }
 }
 
+// Returns what was there. What this thread wrote before, or saw by a barrier, is there for those who add later.
+__device__ __forceinline__ std::uint32_t add_acquire_release(std::uint32_t* to, std::uint32_t x) {
+  std::uint32_t before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
+  return before;
+}
+
 // ---- copies of 16 or 4 bytes per thread (sm_80)
 
 __device__ __forceinline__ void async_copy16(std::uint32_t to, const void* from) {
@@ -274,10 +281,8 @@ __device__ __forceinline__ void mapped_copy(std::uint32_t to, std::uint32_t from
                "r"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ float load_cluster(const float* p, int rank) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(map_shared(shared_address(p), rank)) : "memory");
-  return x;
+__device__ __forceinline__ void mapped_store(std::uint32_t to, float2 x) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
 }
 __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");

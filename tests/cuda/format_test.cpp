@@ -166,6 +166,37 @@ TEST(Plan, WholeSequencesWhereCutsWouldCostMore) {
   EXPECT_EQ(choose_split(device, 64, 64, true).whole, 0);     // clusters
 }
 
+// Few (sequence, head)s: a cluster of 8 each for short ones, else blocks that fill the device as long as more of them
+// mean fewer rounds.
+TEST(Plan, ClustersAndPartsWhereHeadsAreFew) {
+  PlanDevice device;
+  device.clusters_of_2 = 66;
+  device.clusters_of_8 = 16;
+  device.halves = true;
+  const auto expect = [&](int items, int pages, int ranks, int groups, bool half = false) {
+    const Split split = choose_split(device, items, pages, true);
+    EXPECT_EQ(split.ranks, ranks) << items << " x " << pages;
+    EXPECT_EQ(split.groups, groups) << items << " x " << pages;
+    EXPECT_EQ(split.half, half) << items << " x " << pages;
+    EXPECT_TRUE(split.aligned) << items << " x " << pages;
+  };
+  expect(8, 32, 8, 8, true);
+  expect(8, 128, 8, 8);
+  expect(8, 256, 1, 128);
+  expect(8, 1024, 1, 128);
+  expect(1, 256, 1, 32);
+  expect(1, 1024, 1, 64);
+  expect(32, 64, 1, 128);
+  expect(44, 256, 1, 132);
+  expect(45, 256, 2, 45);
+  expect(66, 256, 2, 66);
+  device.more_warps = true;
+  expect(8, 128, 1, 128);
+  device.clusters_of_2 = device.clusters_of_8 = 0;  // before sm_90
+  expect(8, 16, 1, 16);
+  expect(66, 256, 1, 132);
+}
+
 // Few pages: enough blocks for every multiprocessor, as many teams as have pages, parts that are merged fast.
 TEST(Plan, TeamsWherePagesAreFew) {
   const auto expect = [](std::int64_t items, std::int64_t pages, int teams, int parts) {

@@ -465,7 +465,6 @@ template <class T>
 T __ldcg(const T* from) {
   return *from;
 }
-inline void __threadfence() {}
 [[noreturn]] inline void __trap() {
   std::abort();
 }

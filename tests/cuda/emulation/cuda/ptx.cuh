@@ -40,6 +40,10 @@ void async_wait() {
   }
 }
 
+inline std::uint32_t add_acquire_release(std::uint32_t* to, std::uint32_t x) {
+  return atomicAdd(to, x);
+}
+
 // Mapped addresses have the block's number in the cluster on top, from 1 on.
 inline int cluster_rank() {
   return emulation::rank;
