@@ -226,6 +226,14 @@ void bind_memory(nb::module_& module) {
       .def_prop_ro("free_exact_pages", [](const Pool& pool) { return pool.value.free_exact_pages(); })
       .def_prop_ro(
           "nbytes", [](const Pool& pool) { return pool.value.bytes(); }, "Bytes of device memory.")
+      .def(
+          "invalid_values",
+          [](const Pool& pool, std::uintptr_t stream) { return pool.value.invalid_values(as_stream(stream)); },
+          nb::arg("stream") = 0,
+          "How many numbers of the rows appended so far a CPU cache would refuse: NaN, infinities, bfloat16 beyond "
+          "half "
+          "of its range. The device takes them; their sequence's results are no numbers from then on, or wrong, those "
+          "of others are as they would be. Waits for the work on the stream.")
       .def_prop_ro(
           "needs_rotation", [](const Pool& pool) { return pool.value.needs_rotation(); },
           "True when the recipe stores keys as they were before RoPE (rope=before).")

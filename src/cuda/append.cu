@@ -16,6 +16,7 @@ __global__ void append_kernel(const AppendArgs args, const ExactFormat format) {
   const int width = format.key_dim + format.value_dim;
   const int row0 = static_cast<int>(blockIdx.z) * kRows;
   const int rows = min(kRows, args.rows - row0);
+  unsigned invalid = 0;
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kThreads) {
     const int row = row0 + i / width;
     const int d = i % width;
@@ -24,14 +25,14 @@ __global__ void append_kernel(const AppendArgs args, const ExactFormat format) {
     std::uint8_t* page =
         args.exact + number * args.exact_stride + static_cast<std::int64_t>(head) * format.page_bytes();
     const std::int64_t source = (static_cast<std::int64_t>(sequence) * args.rows + row) * args.kv_heads + head;
-    if (d < format.key_dim) {
-      *reinterpret_cast<std::uint16_t*>(page + format.key_at(at % kPage, d)) = args.keys[source * format.key_dim + d];
-    } else {
-      const int c = d - format.key_dim;
-      *reinterpret_cast<std::uint16_t*>(page + format.value_at(at % kPage, c)) =
-          args.values[source * format.value_dim + c];
-    }
+    const int c = d - format.key_dim;
+    const std::uint16_t bits =
+        c < 0 ? args.keys[source * format.key_dim + d] : args.values[source * format.value_dim + c];
+    const int place = c < 0 ? format.key_at(at % kPage, d) : format.value_at(at % kPage, c);
+    *reinterpret_cast<std::uint16_t*>(page + place) = bits;
+    if ((bits & 0x7FFFU) > args.largest) ++invalid;
   }
+  if (invalid > 0) atomicAdd(args.invalid, invalid);
 }
 
 // A kernel of its own: every block of the append reads the old lengths.

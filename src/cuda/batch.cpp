@@ -1,6 +1,7 @@
 // Batch: device tables of the sequences in a call, appending and sealing.
 #include <algorithm>
 
+#include "base/half.hpp"
 #include "cuda/check.hpp"
 #include "cuda/pool.hpp"
 
@@ -136,6 +137,9 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
   args.lengths = impl.lengths();
   args.rows = rows;
   args.kv_heads = impl.pool->shape.kv_heads;
+  const float largest = base::largest_stored(impl.pool->shape.dtype);
+  args.largest = impl.pool->format.bfloat ? base::float_to_bfloat(largest) : base::float_to_half(largest);
+  args.invalid = impl.pool->invalid.get();
   launch_append(impl.pool->format, args, size(), stream);
   count_appended(rows);
 }

@@ -155,6 +155,10 @@ kvant_status kvant_cuda_pool_bytes(const kvant_cuda_pool* pool, size_t* bytes) {
   return fenced([&] { required(bytes, "bytes") = required(pool, "pool").value.bytes(); });
 }
 
+kvant_status kvant_cuda_pool_invalid_values(const kvant_cuda_pool* pool, void* stream, int64_t* values) {
+  return fenced([&] { required(values, "values") = required(pool, "pool").value.invalid_values(stream); });
+}
+
 kvant_status kvant_cuda_pool_set_key_rotation(kvant_cuda_pool* pool, const kvant_key_rotation* rotation) {
   return fenced([&] {
     kvant::cuda::PagePool& value = required(pool, "pool").value;

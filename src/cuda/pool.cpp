@@ -94,11 +94,13 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& cho
       pages(base::checked_multiply(page_stride(), static_cast<std::size_t>(checked_count("pages", page_count)))),
       exact(
           base::checked_multiply(exact_stride(), static_cast<std::size_t>(checked_count("exact_pages", exact_count)))),
+      invalid(1),
       page_numbers(page_count),
       exact_numbers(exact_count) {
   device_info();  // refuses devices without kernels
   // Tiles are read as wholes: rows past a sequence's end must at least be numbers.
   if (exact_count > 0) exact.fill_zero();
+  invalid.fill_zero();
   if (!block.present()) return;
   const std::vector<std::uint16_t> ranges = calibrated_ranges(layout, shape.kv_heads, shape.dtype);
   if (!ranges.empty()) {
@@ -146,7 +148,15 @@ int PagePool::free_exact_pages() const {
   return impl_->exact_numbers.free();
 }
 std::size_t PagePool::bytes() const {
-  return impl_->pages.bytes() + impl_->exact.bytes() + impl_->turns.bytes() + impl_->turn_offsets.bytes();
+  return impl_->pages.bytes() + impl_->exact.bytes() + impl_->invalid.bytes() + impl_->key_ranges.bytes() +
+         impl_->list_counts.bytes() + impl_->turns.bytes() + impl_->turn_offsets.bytes();
+}
+std::int64_t PagePool::invalid_values(void* stream) const {
+  unsigned long long count = 0;
+  check(cudaMemcpyAsync(&count, impl_->invalid.get(), sizeof(count), cudaMemcpyDeviceToHost, as_stream(stream)),
+        "count of invalid values");
+  check(cudaStreamSynchronize(as_stream(stream)), "count of invalid values");
+  return static_cast<std::int64_t>(count);
 }
 
 // ---- Sequence

@@ -38,11 +38,12 @@ struct PagePool::Impl {
   bool blind = false;  // what seals a page here would look at queries
   DeviceBuffer<std::uint8_t> pages;
   DeviceBuffer<std::uint8_t> exact;
-  DeviceBuffer<std::uint16_t> key_ranges;   // BlockSealArgs::key_ranges
-  DeviceBuffer<std::uint32_t> list_counts;  // BlockSealArgs::list_counts
-  DeviceBuffer<double> turns;               // BlockTurns::turns
-  DeviceBuffer<float> turn_offsets;         // BlockTurns::offsets
-  std::optional<KeyRotation> rotation;      // of recipes with keys before RoPE, once the host has given it
+  DeviceBuffer<unsigned long long> invalid;  // AppendArgs::invalid
+  DeviceBuffer<std::uint16_t> key_ranges;    // BlockSealArgs::key_ranges
+  DeviceBuffer<std::uint32_t> list_counts;   // BlockSealArgs::list_counts
+  DeviceBuffer<double> turns;                // BlockTurns::turns
+  DeviceBuffer<float> turn_offsets;          // BlockTurns::offsets
+  std::optional<KeyRotation> rotation;       // of recipes with keys before RoPE, once the host has given it
   Numbers page_numbers;
   Numbers exact_numbers;
   BlockSealArgs block_seal;  // of block pages

@@ -33,6 +33,8 @@ struct AppendArgs {
   std::int32_t* lengths = nullptr;
   std::int32_t rows = 0;
   std::int32_t kv_heads = 0;
+  std::uint32_t largest = 0;              // bits of the largest magnitude that a cache of the type stores
+  unsigned long long* invalid = nullptr;  // counts values beyond it
 };
 
 struct SealArgs {

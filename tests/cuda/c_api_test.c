@@ -118,6 +118,7 @@ static void test_refusals(void) {
   CHECK(kvant_cuda_pool_create("kivi:k=2,v=2", &odd, 1, 1, &pool) == KVANT_INVALID_ARGUMENT);
   CHECK(strstr(kvant_last_error(), "80") != NULL);
   CHECK(kvant_cuda_batch_reserve(NULL, 1, NULL) == KVANT_INVALID_ARGUMENT);
+  CHECK(kvant_cuda_pool_invalid_values(NULL, NULL, NULL) == KVANT_INVALID_ARGUMENT);
   CHECK(kvant_cuda_plan_run(NULL, NULL, NULL, NULL, NULL) == KVANT_INVALID_ARGUMENT);
   kvant_cuda_pool_destroy(NULL);
   kvant_cuda_sequence_destroy(NULL);
@@ -200,7 +201,7 @@ static void test_attention(void) {
   kvant_cuda_batch* batch = NULL;
   kvant_cuda_plan* plan = NULL;
   int pages = 0, exact_pages = 0, sealed = 0;
-  int64_t length = 0, sealed_pages = 0, blind_seals = -1;
+  int64_t length = 0, sealed_pages = 0, blind_seals = -1, invalid = -1;
   size_t bytes = 0;
   double* want = malloc(count * sizeof(double));
   double* got = malloc(count * sizeof(double));
@@ -211,7 +212,7 @@ static void test_attention(void) {
 
   CHECK(kvant_cuda_pool_create("kivi:k=2,v=2", &shape, 4, 6, &pool) == KVANT_OK);
   CHECK(kvant_cuda_pool_bytes(pool, &bytes) == KVANT_OK);
-  CHECK(bytes == (size_t)HEADS * (4 * 9216 + 6 * 128 * 2 * DIM * 2));
+  CHECK(bytes == (size_t)HEADS * (4 * 9216 + 6 * 128 * 2 * DIM * 2) + 8);
   CHECK(kvant_cuda_sequence_create(pool, &sequence) == KVANT_OK);
   CHECK(kvant_cuda_batch_create(pool, 1, 1024, &batch) == KVANT_OK);
   CHECK(kvant_cuda_batch_bind(batch, &sequence, 1, NULL) == KVANT_OK);
@@ -238,6 +239,8 @@ static void test_attention(void) {
     CHECK(relative_error(got, want, (size_t)rows * QUERY_HEADS * DIM) < 1e-3);
   }
 
+  CHECK(kvant_cuda_pool_invalid_values(pool, NULL, &invalid) == KVANT_OK && invalid == 0);
+
   /* What does not fit is refused and changes nothing. */
   CHECK(kvant_cuda_plan_create(batch, 7, 1, NULL, &plan) == KVANT_INVALID_ARGUMENT && plan == NULL);
   CHECK(kvant_cuda_plan_create(batch, QUERY_HEADS, 1, NULL, &plan) == KVANT_OK);
@@ -250,6 +253,11 @@ static void test_attention(void) {
   CHECK(kvant_cuda_batch_bind(batch, &fork, 1, NULL) == KVANT_OK);
   CHECK(kvant_cuda_batch_append(batch, keys, values, 400, NULL) == KVANT_OUT_OF_MEMORY);
   CHECK(kvant_cuda_sequence_length(fork, &length, &sealed_pages) == KVANT_OK && length == FIRST + REST);
+
+  /* Values that no cache stores are counted: two rows of infinities for keys. */
+  CHECK(cudaMemset(keys, 0x7C, (size_t)2 * HEADS * DIM * 2) == cudaSuccess);
+  CHECK(kvant_cuda_batch_append(batch, keys, values, 2, NULL) == KVANT_OK);
+  CHECK(kvant_cuda_pool_invalid_values(pool, NULL, &invalid) == KVANT_OK && invalid == 2 * HEADS * DIM);
 
   kvant_cuda_batch_destroy(batch);
   kvant_cuda_sequence_destroy(fork);

@@ -143,6 +143,76 @@ TEST(GpuPages, WhatAPageHeldBeforeIsGone) {
   }
 }
 
+// What two sequences of 400 rows become, sealed and attended to.
+struct Served {
+  std::int64_t invalid;
+  std::vector<std::byte> page;       // the first one's first page
+  std::vector<std::uint8_t> out[2];  // of the first sequence: a row, a chunk
+};
+
+Served serve(const char* recipe, const CacheShape& shape, std::span<const std::uint16_t> keys,
+             std::span<const std::uint16_t> values, std::span<const std::uint16_t> queries) {
+  PagePool pool(parse_recipe(recipe), shape, 8, 10);
+  if (pool.needs_rotation()) pool.set_key_rotation(usual_rotation(shape));
+  Sequence sequences[] = {Sequence(pool), Sequence(pool)};
+  Sequence* pointers[] = {&sequences[0], &sequences[1]};
+  Batch batch(pool, 2, 512);
+  batch.bind(pointers, nullptr);
+  Guarded device_keys(keys.size_bytes());
+  Guarded device_values(values.size_bytes());
+  Guarded q(queries.size_bytes());
+  device_keys.write(keys.data());
+  device_values.write(values.data());
+  q.write(queries.data());
+  batch.append(device_keys.data(), device_values.data(), 400, nullptr);
+  EXPECT_GT(batch.seal_ready(nullptr), 0);
+  Served served;
+  for (const int rows : {1, 20}) {
+    const std::size_t bytes = static_cast<std::size_t>(rows * 8 * shape.value_dim) * 2;
+    Guarded out(2 * bytes);
+    AttendPlan(batch, 8, rows, {}).run(q.data(), out.data(), nullptr, nullptr);
+    served.out[rows == 1 ? 0 : 1] = out.read();
+    served.out[rows == 1 ? 0 : 1].resize(bytes);
+  }
+  served.invalid = pool.invalid_values(nullptr);
+  served.page = sequences[0].download_block(0);
+  return served;
+}
+
+// The device cannot refuse rows. It counts what the CPU would refuse, and other sequences do not notice.
+TEST(GpuPages, InvalidValuesAreCountedAndStayInTheirSequence) {
+  KVANT_NEEDS_GPU();
+  std::vector<CacheShape> shapes{{2, 128, 128, DType::f16}};
+  if (KVANT_CUDA_FULL) shapes.push_back({2, 128, 128, DType::bf16});
+  for (const CacheShape& shape : shapes) {
+    std::mt19937 random(9);
+    std::vector<std::uint16_t> keys = random_rows(random, shape.dtype, 800, 2, 128, 0.3F);
+    std::vector<std::uint16_t> values = random_rows(random, shape.dtype, 800, 2, 128, 0.0F);
+    const auto queries = random_rows(random, shape.dtype, 2 * 20, 8, 128, 0.0F);
+    const std::vector<std::uint16_t> good_keys = keys, good_values = values;
+    const std::uint16_t infinity = shape.dtype == DType::f16 ? 0x7C00 : 0x7F80;
+    const auto at = [](int row, int channel) { return static_cast<std::size_t>((400 + row) * 256 + channel); };
+    keys[at(5, 3)] = infinity;
+    keys[at(130, 200)] = static_cast<std::uint16_t>(infinity | 0x8001);  // a NaN
+    values[at(7, 0)] = static_cast<std::uint16_t>(infinity | 0x8000);
+    values[at(399, 255)] = shape.dtype == DType::f16 ? 0xFFFF : 0xFF00;  // the latter is a number, but too large
+    std::fill_n(keys.begin() + static_cast<std::ptrdiff_t>(at(20, 0)), 256, static_cast<std::uint16_t>(0x7FFF));
+    std::fill_n(values.begin() + static_cast<std::ptrdiff_t>(at(200, 0)), 256, infinity);
+    for (const char* recipe :
+         {"kivi:k=2,v=2", "kivi:k=4,v=3,sink=10", "kitty", "small", "balanced", "kvquant:k=3,v=3,sink=4",
+          "kvquant:k=2,v=2,outliers=0.05,voutliers=0.05", "kvquant:k=3,v=3,rope=before", "zipcache", "kivi:k=8,v=8",
+          "kitty:selector=variance", "waterfill:rotate=0", "k=zipcache,v=kvquant:3", "k=zipcache,v=waterfill:3"}) {
+      SCOPED_TRACE(std::string(recipe) + (shape.dtype == DType::f16 ? "" : " bf16"));
+      const Served good = serve(recipe, shape, good_keys, good_values, queries);
+      const Served bad = serve(recipe, shape, keys, values, queries);
+      EXPECT_EQ(good.invalid, 0);
+      EXPECT_EQ(bad.invalid, 4 + 2 * 256);
+      EXPECT_EQ(bad.page, good.page);
+      for (int i = 0; i < 2; ++i) EXPECT_EQ(bad.out[i], good.out[i]) << "call " << i;
+    }
+  }
+}
+
 TEST(GpuPages, RefusalsChangeNothing) {
   KVANT_NEEDS_GPU();
   Shape shape;

@@ -50,6 +50,21 @@ def filled(batch=2, count=100, pool=None):
     return sequences, calls, keys, values
 
 
+def test_values_that_no_cache_stores_are_counted():
+    pool = make_pool()
+    filled(pool=pool)
+    assert pool.invalid_values() == 0
+    calls = kc.Batch(pool, 1, 1024)
+    sequence = kc.Sequence(pool)
+    calls.bind([sequence])
+    keys, values = rows(1, 3, HEADS, 1), rows(1, 3, HEADS, 2)
+    keys[0, 1, 0, 5:7] = float("nan")
+    values[0, 2, 1, 0] = -float("inf")
+    stream = torch.cuda.current_stream().cuda_stream
+    calls.append(keys, values, stream)
+    assert pool.invalid_values(stream) == 3
+
+
 @pytest.mark.parametrize("count", [1, 8, 9, 40])
 def test_exact_rows(count):
     sequences, calls, keys, values = filled()
