@@ -264,7 +264,7 @@ void run_case(const Case& c, double bandwidth, bool tune) {
   if (!tune) return;
   const int items = c.batch * c.shape.kv_heads;
   std::vector<Split> splits;
-  for (const double cost : {5.0, 20.0}) splits.push_back({1, 132, false, false, cost});
+  for (const double cost : {5.0, 10.0, 20.0}) splits.push_back({1, 132, false, false, cost});
   if (items <= 66) splits.push_back({2, items, false, true});
   if (items > 66) {
     Split whole{1, 0, false, false};

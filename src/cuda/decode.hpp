@@ -30,7 +30,9 @@ struct DecodeKernel {
   int warps = 0;
   int fixed_bytes = 0;  // of shared memory, but for key tiles of a size that the kernel does not know
 
-  int shared_bytes(int key_bytes) const { return fixed_bytes + (variant.key_bits == 0 ? warps * key_bytes : 0); }
+  int shared_bytes(int key_bytes) const {
+    return fixed_bytes + (variant.key_bits == 0 ? warps * shifted_bytes(key_bytes) : 0);
+  }
 };
 
 // Null where this build has no such kernel.

@@ -45,7 +45,12 @@ struct DecodeConfig {
   // with the arguments, so that one kernel serves every budget.
   static constexpr int key_bytes = sorted ? 0 : key.codes_offset() + (Half ? 1 : 2) * key.half_codes_bytes();
   static constexpr int value_bytes = (Half ? 1 : 2) * value.half_bytes();
-  static constexpr int fixed_slot_bytes = key_bytes + value_bytes;
+  // Bulk copies that move bytes within their line of 128 take longer (README.md): unless every tile begins with a line,
+  // slots have room to begin where their tile does.
+  static constexpr bool shifted = sorted || key.bytes() % kLine != 0 || value.half_bytes() % kLine != 0;
+  static constexpr int slot_room(int bytes) { return shifted ? shifted_bytes(bytes) : bytes; }
+  static constexpr int value_slot_bytes = slot_room(value_bytes);
+  static constexpr int fixed_slot_bytes = value_slot_bytes + (sorted ? 0 : slot_room(key_bytes));
 
   // Sums stay exact in the 23 bits of a float's mantissa: steps of 32 depth indices that one accumulator may take.
   static constexpr int max_code = KeyBits == 2 ? 3 << 6 : (KeyBits == 3 ? 7 : 15) << 4;
@@ -68,10 +73,9 @@ struct DecodeConfig {
   static constexpr int x_stride = KeyDim / kFour + 4;  // words of a row; spreads rows over the banks
   static constexpr int end_offset = query_offset + (sorted ? vectors * KeyDim * 4 : 0);
   static_assert(!sorted || 2 * vectors * x_stride <= vectors * merge_stride, "the bytes fit in place of the outputs");
-  static constexpr int slots_offset = sorted ? end_offset : 0;
+  static constexpr int slots_offset = sorted ? (end_offset + kLine - 1) / kLine * kLine : 0;
   // Without the keys of the slots if these are sorted.
-  static constexpr int shared_bytes = end_offset + (sorted ? Warps * value_bytes : 0);
-  static_assert(slots_offset % 16 == 0);
+  static constexpr int shared_bytes = sorted ? slots_offset + Warps * fixed_slot_bytes : end_offset;
 };
 
 }  // namespace kvant::cuda

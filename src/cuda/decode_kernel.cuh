@@ -73,8 +73,6 @@ __global__ void __launch_bounds__(C::threads, 1)
   pipeline.fetch_values(next);
   if (args.pages_settled != 0) ptx::wait_for_predecessor();
 
-  const std::uint8_t* keys = slot_of<C>(args, shared, warp);
-  const std::uint8_t* values = keys + slot_key_bytes<C>(args);
   WarpState<C> state;
   [[maybe_unused]] SharedQueries<C> queries;
   if constexpr (C::sorted) {
@@ -92,11 +90,11 @@ __global__ void __launch_bounds__(C::threads, 1)
       next.advance();
       pipeline.wait_keys();
       if constexpr (C::sorted) {
-        score_sorted<C>(args.scale, keys, shared, unit % C::units_per_page, lane, s);
+        score_sorted<C>(args.scale, pipeline.keys(), shared, unit % C::units_per_page, lane, s);
       } else {
         KeyOperand<C> key;
-        key.prepare(state, lane, keys, args.boosted);
-        score_unit<C>(key, keys, keys + C::key.codes_offset(), args.scale, s);
+        key.prepare(state, lane, pipeline.keys(), args.boosted);
+        score_unit<C>(key, pipeline.keys(), pipeline.keys() + C::key.codes_offset(), args.scale, s);
       }
       pipeline.fetch_keys(next);
       if (args.softcap > 0) {
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(C::threads, 1)
       }
       hide<C>(args, segment, unit * C::unit_tokens, length, state, lane, s);
       pipeline.wait_values();
-      mix_unit<C>(state, lane, values, s);
+      mix_unit<C>(state, lane, pipeline.values(), s);
       pipeline.fetch_values(next);
     }
     state.settle();

@@ -25,11 +25,30 @@ __device__ __forceinline__ int tile_key_bytes(const DecodeArgs& args) {
     return C::key.bytes();
   }
 }
-// A warp's slot: keys, then values.
+// Where in shared memory a warp's slots for keys and values are, and the tiles in them.
 template <class C>
-__device__ __forceinline__ std::uint8_t* slot_of(const DecodeArgs& args, std::uint8_t* shared, int warp) {
-  return shared + C::slots_offset + warp * (slot_key_bytes<C>(args) + C::value_bytes);
-}
+class Slots {
+ public:
+  __device__ Slots(const DecodeArgs& args, std::uint8_t* shared, int warp) : shared_(shared) {
+    const int key_bytes = C::sorted ? shifted_bytes(args.key_bytes) : 0;
+    keys_ = key_tile_ = C::slots_offset + warp * (key_bytes + C::fixed_slot_bytes);
+    values_ = value_tile_ = keys_ + key_bytes + C::fixed_slot_bytes - C::value_slot_bytes;
+  }
+  // For a tile that comes from there.
+  __device__ __forceinline__ void place_keys(const std::uint8_t* from) { key_tile_ = keys_ + shift(from); }
+  __device__ __forceinline__ void place_values(const std::uint8_t* from) { value_tile_ = values_ + shift(from); }
+  __device__ __forceinline__ std::uint8_t* keys() const { return shared_ + key_tile_; }
+  __device__ __forceinline__ std::uint8_t* values() const { return shared_ + value_tile_; }
+
+ private:
+  __device__ static __forceinline__ int shift(const std::uint8_t* from) {
+    return C::shifted ? static_cast<int>(reinterpret_cast<std::uintptr_t>(from) % kLine) : 0;
+  }
+
+  std::uint8_t* shared_;
+  int keys_, values_;
+  int key_tile_, value_tile_;
+};
 
 // The segments of a block's group: its one in the kernel parameters, or a run of them in memory.
 class SegmentList {
@@ -65,10 +84,14 @@ class UnitCursor {
 
   __device__ bool done() const { return segment_ >= end_; }
   __device__ int half() const { return C::half ? unit_ % 2 : 0; }
-  // The page of the unit. Its table entry was asked for one unit earlier.
-  __device__ const std::uint8_t* page() const {
+  // The tiles of the unit: the keys' of the whole page, the values' of the unit alone. The page's table entry was asked
+  // for one unit earlier.
+  __device__ const std::uint8_t* keys() const {
     return args_.pages + static_cast<std::int64_t>(page_) * args_.page_stride +
            static_cast<std::int64_t>(head_) * (tile_key_bytes<C>(args_) + C::value.bytes());
+  }
+  __device__ const std::uint8_t* values() const {
+    return keys() + tile_key_bytes<C>(args_) + half() * C::value.half_bytes();
   }
   __device__ void advance() {
     unit_ += workers_;
@@ -104,9 +127,7 @@ template <class C>
 class Pipeline {
  public:
   __device__ Pipeline(const DecodeArgs& args, std::uint8_t* shared, int warp)
-      : args_(args),
-        slot_(ptx::shared_address(slot_of<C>(args, shared, warp))),
-        barrier_(ptx::shared_address(shared + C::barrier_offset + warp * 16)) {
+      : args_(args), slots_(args, shared, warp), barrier_(ptx::shared_address(shared + C::barrier_offset + warp * 16)) {
     if (threadIdx.x % 32 == 0) {
       ptx::barrier_init(barrier_);
       ptx::barrier_init(barrier_ + 8);
@@ -114,29 +135,35 @@ class Pipeline {
     }
     __syncwarp();
   }
+  __device__ __forceinline__ const std::uint8_t* keys() const { return slots_.keys(); }
+  __device__ __forceinline__ const std::uint8_t* values() const { return slots_.values(); }
 
   // Called by all lanes after the slot's last reader; one lane issues the copies.
   __device__ __forceinline__ void fetch_keys(const UnitCursor<C>& at) {
     __syncwarp();
-    if (threadIdx.x % 32 != 0 || at.done()) return;
-    const std::uint8_t* page = at.page();
+    if (at.done()) return;
+    const std::uint8_t* from = at.keys();
+    slots_.place_keys(from);
+    if (threadIdx.x % 32 != 0) return;
+    const std::uint32_t to = ptx::shared_address(slots_.keys());
     ptx::barrier_expect(barrier_, slot_key_bytes<C>(args_));
     if constexpr (C::half && !C::sorted) {
       constexpr int head = C::key.codes_offset();
-      ptx::bulk_copy(slot_, page, head, barrier_);
-      ptx::bulk_copy(slot_ + head, page + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes(),
+      ptx::bulk_copy(to, from, head, barrier_);
+      ptx::bulk_copy(to + head, from + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes(),
                      barrier_);
     } else {
-      ptx::bulk_copy(slot_, page, slot_key_bytes<C>(args_), barrier_);
+      ptx::bulk_copy(to, from, slot_key_bytes<C>(args_), barrier_);
     }
   }
   __device__ __forceinline__ void fetch_values(const UnitCursor<C>& at) {
     __syncwarp();
-    if (threadIdx.x % 32 != 0 || at.done()) return;
+    if (at.done()) return;
+    const std::uint8_t* from = at.values();
+    slots_.place_values(from);
+    if (threadIdx.x % 32 != 0) return;
     ptx::barrier_expect(barrier_ + 8, C::value_bytes);
-    ptx::bulk_copy(slot_ + slot_key_bytes<C>(args_),
-                   at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(), C::value_bytes,
-                   barrier_ + 8);
+    ptx::bulk_copy(ptx::shared_address(slots_.values()), from, C::value_bytes, barrier_ + 8);
   }
   __device__ __forceinline__ void wait_keys() { ptx::barrier_wait(barrier_, phase_); }
   __device__ __forceinline__ void wait_values() {
@@ -146,7 +173,8 @@ class Pipeline {
 
  private:
   const DecodeArgs& args_;
-  std::uint32_t slot_, barrier_;
+  Slots<C> slots_;
+  std::uint32_t barrier_;
   std::uint32_t phase_ = 0;
 };
 #else
@@ -155,16 +183,21 @@ template <class C>
 class Pipeline {
  public:
   __device__ Pipeline(const DecodeArgs& args, std::uint8_t* shared, int warp)
-      : args_(args), slot_(ptx::shared_address(slot_of<C>(args, shared, warp))) {}
+      : args_(args), slots_(args, shared, warp) {}
+  __device__ const std::uint8_t* keys() const { return slots_.keys(); }
+  __device__ const std::uint8_t* values() const { return slots_.values(); }
 
   __device__ void fetch_keys(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
       constexpr bool parts = C::half && !C::sorted;
       const int head = parts ? C::key.codes_offset() : slot_key_bytes<C>(args_);
-      copy(slot_, at.page(), head);
+      const std::uint8_t* from = at.keys();
+      slots_.place_keys(from);
+      const std::uint32_t to = ptx::shared_address(slots_.keys());
+      copy(to, from, head);
       if constexpr (parts) {
-        copy(slot_ + head, at.page() + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes());
+        copy(to + head, from + head + at.half() * C::key.half_codes_bytes(), C::key.half_codes_bytes());
       }
     }
     ptx::async_commit();
@@ -172,8 +205,8 @@ class Pipeline {
   __device__ void fetch_values(const UnitCursor<C>& at) {
     __syncwarp();
     if (!at.done()) {
-      copy(slot_ + slot_key_bytes<C>(args_), at.page() + tile_key_bytes<C>(args_) + at.half() * C::value.half_bytes(),
-           C::value_bytes);
+      slots_.place_values(at.values());
+      copy(ptx::shared_address(slots_.values()), at.values(), C::value_bytes);
     }
     ptx::async_commit();
   }
@@ -190,7 +223,7 @@ class Pipeline {
   }
 
   const DecodeArgs& args_;
-  std::uint32_t slot_;
+  Slots<C> slots_;
 };
 #endif
 

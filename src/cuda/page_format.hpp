@@ -36,6 +36,12 @@
 
 namespace kvant::cuda {
 
+constexpr int kLine = 128;  // bytes that memory moves at once
+// Room for `bytes`, a multiple of 16, from any multiple of 16 within a line on.
+constexpr int shifted_bytes(int bytes) {
+  return (bytes + (kLine - 16) + kLine - 1) / kLine * kLine;
+}
+
 constexpr int kPage = 128;       // tokens of a page on the device
 constexpr int kQuadBytes = 512;  // one quad of a warp
 constexpr int kStep = 32;        // depth indices of a step: the k of m16n8k32
