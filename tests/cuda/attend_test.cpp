@@ -99,7 +99,8 @@ TEST(GpuAttend, WindowCapAndSinks) {
 // Every split the planner knows, and far more parts than pages.
 TEST(GpuAttend, Splits) {
   KVANT_NEEDS_GPU();
-  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {70, 700}, {40, 130}}) {
+  for (const auto& [sequences, length] :
+       {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {25, 1500}, {70, 700}, {40, 130}}) {
     Shape shape;
     shape.lengths.assign(static_cast<std::size_t>(sequences), length);
     expect_agreement(shape);
@@ -119,6 +120,20 @@ TEST(GpuAttend, Splits) {
       ragged.recipe = recipe;
       ragged.lengths = lengths;
       expect_agreement(ragged);
+    }
+  }
+}
+
+// A cluster of 8 with half pages and with whole ones, blocks whose parts meet in memory, clusters of 2: as few tokens as
+// they take, so that compute-sanitizer's tools end.
+TEST(GpuAttend, SanitizerSized) {
+  KVANT_NEEDS_GPU();
+  for (const char* recipe : {"kivi:k=2,v=2", "kitty:sink=8", "small"}) {
+    for (const auto& [sequences, length] : {std::pair{1, 700}, {1, 4700}, {1, 17000}, {25, 300}}) {
+      Shape shape;
+      shape.recipe = recipe;
+      shape.lengths.assign(static_cast<std::size_t>(sequences), length);
+      expect_agreement(shape);
     }
   }
 }

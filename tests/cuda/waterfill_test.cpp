@@ -63,7 +63,7 @@ TEST(GpuWaterfill, GroupsRowsWindowsAndSplits) {
     shape.options.softcap = group == 1 ? 20.0F : 0.0F;
     expect_agreement(shape);
   }
-  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {70, 700}}) {
+  for (const auto& [sequences, length] : {std::pair{1, 300}, {1, 4000}, {1, 20000}, {20, 1500}, {25, 700}, {70, 700}}) {
     for (const int group : {4, 8}) {
       Shape shape;
       shape.recipe = "small";
