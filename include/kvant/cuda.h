@@ -74,8 +74,8 @@ typedef struct kvant_key_rotation {
  * than that of the pages in use. */
 kvant_status kvant_cuda_pool_set_key_rotation(kvant_cuda_pool* pool, const kvant_key_rotation* rotation);
 /* values: how many numbers of the rows appended so far the CPU would refuse (NaN, infinities, bfloat16 beyond half of
- * its range). The device takes them; their sequence's results are no numbers from then on, or wrong, those of others
- * are as they would be. Waits for the work on the stream. */
+ * its range). Zeros stand in their place, and their sequence's results are wrong from then on; those of others are
+ * as they would be. Waits for the work on the stream. */
 kvant_status kvant_cuda_pool_invalid_values(const kvant_cuda_pool* pool, void* stream, int64_t* values);
 /* needed: 1 where the recipe has rope=before, else 0. */
 kvant_status kvant_cuda_pool_needs_rotation(const kvant_cuda_pool* pool, int* needed);

@@ -53,8 +53,8 @@ class PagePool {
   std::size_t bytes() const;
 
   // Numbers that Batch::append took so far, replays of graphs included, and Cache::append refuses: NaN, infinities,
-  // bfloat16 beyond half of its range. A device cannot refuse them; their sequence's results are no numbers from then
-  // on, or wrong, other sequences are as they would be without. Waits for the work on the stream.
+  // bfloat16 beyond half of its range. A device cannot refuse them: zeros stand in their place, and their sequence's
+  // results are wrong from then on; others are as they would be without. Waits for the work on the stream.
   std::int64_t invalid_values(void* stream) const;
 
   // True when the recipe stores keys before RoPE (kvquant:rope=before; KVQuant, arXiv 2401.18079, section 3.2). Such a

@@ -232,8 +232,8 @@ void bind_memory(nb::module_& module) {
           nb::arg("stream") = 0,
           "How many numbers of the rows appended so far a CPU cache would refuse: NaN, infinities, bfloat16 beyond "
           "half "
-          "of its range. The device takes them; their sequence's results are no numbers from then on, or wrong, those "
-          "of others are as they would be. Waits for the work on the stream.")
+          "of its range. Zeros stand in their place, and their sequence's results are wrong from then on; those of "
+          "others are as they would be. Waits for the work on the stream.")
       .def_prop_ro(
           "needs_rotation", [](const Pool& pool) { return pool.value.needs_rotation(); },
           "True when the recipe stores keys as they were before RoPE (rope=before).")

@@ -29,8 +29,10 @@ __global__ void append_kernel(const AppendArgs args, const ExactFormat format) {
     const std::uint16_t bits =
         c < 0 ? args.keys[source * format.key_dim + d] : args.values[source * format.value_dim + c];
     const int place = c < 0 ? format.key_at(at % kPage, d) : format.value_at(at % kPage, c);
-    *reinterpret_cast<std::uint16_t*>(page + place) = bits;
-    if ((bits & 0x7FFFU) > args.largest) ++invalid;
+    // What seals and attends may rely on numbers: a NaN among the values to rank made lists of outliers without an end.
+    const bool valid = (bits & 0x7FFFU) <= args.largest;
+    *reinterpret_cast<std::uint16_t*>(page + place) = valid ? bits : 0;
+    if (!valid) ++invalid;
   }
   if (invalid > 0) atomicAdd(args.invalid, invalid);
 }

@@ -124,8 +124,8 @@ TEST(GpuAttend, Splits) {
   }
 }
 
-// A cluster of 8 with half pages and with whole ones, blocks whose parts meet in memory, clusters of 2: as few tokens as
-// they take, so that compute-sanitizer's tools end.
+// A cluster of 8 with half pages and with whole ones, blocks whose parts meet in memory, clusters of 2: as few tokens
+// as they take, so that compute-sanitizer's tools end.
 TEST(GpuAttend, SanitizerSized) {
   KVANT_NEEDS_GPU();
   for (const char* recipe : {"kivi:k=2,v=2", "kitty:sink=8", "small"}) {
