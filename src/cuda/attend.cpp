@@ -83,10 +83,12 @@ AttendPath choose_path(AttendPath wanted, int rows, bool has_integer, bool has_p
   return wanted;
 }
 
-PlanDevice describe_device(const DecodeKernel& flat, int key_bytes) {
+PlanDevice describe_device(const DecodeKernel& flat, std::size_t head_bytes, int key_bytes) {
+  constexpr std::size_t kThin = 5000;  // bytes of a head's page: 2 bits at D = 64
   const DeviceInfo info = device_info();
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
+  device.thin_pages = head_bytes < kThin;
   if (info.major < 9) return device;
   Split split;
   split.few_warps = true;
@@ -177,7 +179,8 @@ void AttendPlan::Impl::split_integer(const DecodeKernel& flat, int headroom) {
   for (const PlanSequence& s : pages) most = std::max(most, s.coded_units - s.first_unit);
   const int per_item = 4 * flat.variant.n_tiles;
   const int items = sequences * args.kv_heads * ((args.rows * args.group + per_item - 1) / per_item);
-  const Split split = choose_split(describe_device(flat, args.key_bytes), items, most, alike(pages));
+  const Split split =
+      choose_split(describe_device(flat, batch->pool->format.head_bytes(), args.key_bytes), items, most, alike(pages));
   kernel = kernel_for(flat, split);
   options.overlap = options.overlap && waits_for_predecessor(kernel->function);
   args.pages_settled = options.overlap ? args.pages_settled : 0;

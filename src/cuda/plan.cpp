@@ -16,6 +16,8 @@ constexpr double kPartRound = 0.025;  // what the last block reads longer for a 
 constexpr double kShortSegmentCost =
     20;                         // of the segments of a ragged batch: many are shorter than a round of the warps
 constexpr int kFewPages = 250;  // per multiprocessor: below, 8 warps beat 12
+constexpr int kManyPages =
+    48;  // of a block: from here on the rounds of 12 warps are full enough, where instructions bound
 // What ending a segment costs, in pages, where whole (sequence, head)s are weighed against cuts at equal cost: 32
 // sequences of 8k are 10 % faster whole, of 32k about as fast.
 constexpr double kEndCost = 17;
@@ -191,8 +193,10 @@ Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
     split.half = device.halves && pages <= kHalfPages;
     split.aligned = split.few_warps = true;
   } else if (items * (device.clusters_of_2 > 0 ? 3 : 2) <= device.multiprocessors) {
-    split.groups = choose_block_parts(device.multiprocessors / items, pages) * items;
-    split.aligned = split.few_warps = true;
+    const int parts = choose_block_parts(device.multiprocessors / items, pages);
+    split.groups = parts * items;
+    split.aligned = true;
+    split.few_warps = !device.more_warps || pages < kManyPages * parts;
   } else if (items <= device.clusters_of_2) {
     split.ranks = 2;
     split.groups = items;
@@ -201,7 +205,8 @@ Split choose_split(const PlanDevice& device, int items, int pages, bool alike) {
   } else {
     const int whole = (items + device.multiprocessors - 1) / device.multiprocessors;
     const double cut = std::int64_t{items} * pages + (std::int64_t{items} + device.multiprocessors) * kEndCost;
-    if (whole * (pages + kEndCost) * device.multiprocessors <= cut) {
+    const bool twelve = device.thin_pages && !split.few_warps;  // which take cuts, while whole ones are for 8
+    if (!twelve && whole * (pages + kEndCost) * device.multiprocessors <= cut) {
       split.whole = whole;
       split.groups = (items + whole - 1) / whole;
       split.few_warps = !device.more_warps;

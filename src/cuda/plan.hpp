@@ -51,6 +51,7 @@ struct PlanDevice {
   int clusters_of_2 = 0;  // co-resident clusters of that size; 0 where the device has none
   int clusters_of_8 = 0;
   bool halves = false;      // a kernel for half pages exists
+  bool thin_pages = false;  // 8 warps have so few bytes on their way that the memory waits
   bool more_warps = false;  // instructions bound the kernel: more warps pay even where pages are few
 };
 

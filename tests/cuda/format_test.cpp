@@ -164,6 +164,10 @@ TEST(Plan, WholeSequencesWhereCutsWouldCostMore) {
   EXPECT_EQ(choose_split(device, 256, 1024, true).whole, 0);  // four idle multiprocessors cost more
   EXPECT_EQ(choose_split(device, 140, 64, true).whole, 0);    // two on each of 70 would leave 62 idle
   EXPECT_EQ(choose_split(device, 64, 64, true).whole, 0);     // clusters
+  EXPECT_EQ(choose_split(device, 256, 256, true).whole, 2);
+  device.thin_pages = true;
+  EXPECT_EQ(choose_split(device, 256, 256, true).whole, 0);
+  EXPECT_FALSE(choose_split(device, 256, 256, true).few_warps);
 }
 
 // Few (sequence, head)s: a cluster of 8 each for short ones, else blocks that fill the device as long as more of them
@@ -190,7 +194,10 @@ TEST(Plan, ClustersAndPartsWhereHeadsAreFew) {
   expect(44, 256, 1, 132);
   expect(45, 256, 2, 45);
   expect(66, 256, 2, 66);
+  EXPECT_TRUE(choose_split(device, 8, 1024, true).few_warps);
   device.more_warps = true;
+  EXPECT_FALSE(choose_split(device, 8, 1024, true).few_warps);
+  EXPECT_TRUE(choose_split(device, 8, 256, true).few_warps);
   expect(8, 128, 1, 128);
   device.clusters_of_2 = device.clusters_of_8 = 0;  // before sm_90
   expect(8, 16, 1, 16);
