@@ -230,10 +230,9 @@ void bind_memory(nb::module_& module) {
           "invalid_values",
           [](const Pool& pool, std::uintptr_t stream) { return pool.value.invalid_values(as_stream(stream)); },
           nb::arg("stream") = 0,
-          "How many numbers of the rows appended so far a CPU cache would refuse: NaN, infinities, bfloat16 beyond "
-          "half "
-          "of its range. Zeros stand in their place, and their sequence's results are wrong from then on; those of "
-          "others are as they would be. Waits for the work on the stream.")
+          "How many numbers of the rows appended so far a CPU cache would refuse: NaN, infinities, bfloat16 beyond\n"
+          "half of its range. Zeros stand in their place, and their sequence's results are wrong from then on; those\n"
+          "of others are as they would be. Waits for the work on the stream.")
       .def_prop_ro(
           "needs_rotation", [](const Pool& pool) { return pool.value.needs_rotation(); },
           "True when the recipe stores keys as they were before RoPE (rope=before).")

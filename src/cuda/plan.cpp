@@ -16,8 +16,7 @@ constexpr double kPartRound = 0.025;  // what the last block reads longer for a 
 constexpr double kShortSegmentCost =
     20;                         // of the segments of a ragged batch: many are shorter than a round of the warps
 constexpr int kFewPages = 250;  // per multiprocessor: below, 8 warps beat 12
-constexpr int kManyPages =
-    48;  // of a block: from here on the rounds of 12 warps are full enough, where instructions bound
+constexpr int kManyPages = 48;  // of a block: from here on 12 warps pay where instructions bound
 // What ending a segment costs, in pages, where whole (sequence, head)s are weighed against cuts at equal cost: 32
 // sequences of 8k are 10 % faster whole, of 32k about as fast.
 constexpr double kEndCost = 17;
