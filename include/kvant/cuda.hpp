@@ -1,6 +1,6 @@
 // The cache on an NVIDIA GPU: pages in device memory, sequences that share them, attention of new tokens (decode) and
 // of a prompt's chunks (prefill).
-// Only in builds with -DKVANT_CUDA=ON (target kvant_cuda). No CUDA header is needed here: streams are
+// Only in builds with -DKVANT_CUDA=ON (CMake target kvant::cuda). No CUDA header is needed here: streams are
 // cudaStream_t passed as void*, null is the default stream; data pointers are device pointers.
 //
 // Every function works on the current device and throws Error(unsupported) where a CUDA call fails. Work is enqueued on

@@ -43,6 +43,18 @@ def test_find_package(prefix, tmp_path):
     assert "2 pages sealed" in run(build_with_cmake(prefix, tmp_path / "build"))
 
 
+def has_cuda(prefix):
+    return any(prefix.rglob("libkvant_cuda.a"))
+
+
+def test_find_package_with_cuda(prefix, tmp_path):
+    if not has_cuda(prefix):
+        pytest.skip("this build has no CUDA library")
+    build_with_cmake(prefix, tmp_path)
+    # 2 bits a value, and a scale and a zero point of 16 bits for 128 values.
+    assert run(tmp_path / "consumer_cuda") == f"{8 * 2 * 128 * 128 * 9 // 32} bytes a page\n"
+
+
 def test_find_package_refuses_another_minor_version(prefix, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(CONSUMER, source)
@@ -75,7 +87,8 @@ def test_command_and_plugin_find_each_other(prefix):
 
 
 def test_headers_are_all_there(prefix):
-    names = {path.name for path in (ROOT / "include/kvant").iterdir()}
+    without = set() if has_cuda(prefix) else {"cuda.h", "cuda.hpp"}
+    names = {path.name for path in (ROOT / "include/kvant").iterdir()} - without
     assert {path.name for path in (prefix / "include/kvant").iterdir()} == names
 
 
