@@ -1,6 +1,7 @@
+#include "kvant/cuda.hpp"
+
 #include <cstdio>
 
-#include "kvant/cuda.hpp"
 #include "kvant/kvant.hpp"
 
 int main() {
