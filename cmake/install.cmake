@@ -38,6 +38,10 @@ install(FILES ${PROJECT_BINARY_DIR}/kvant-config.cmake ${PROJECT_BINARY_DIR}/kva
 file(RELATIVE_PATH KVANT_PC_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(cmake/kvant.pc.in ${PROJECT_BINARY_DIR}/kvant.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/kvant.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+if(KVANT_HAS_CUDA)
+  configure_file(cmake/kvant-cuda.pc.in ${PROJECT_BINARY_DIR}/kvant-cuda.pc @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/kvant-cuda.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+endif()
 
 if(TARGET kvant_command)
   file(RELATIVE_PATH KVANT_LIB_FROM_BIN ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})

@@ -47,10 +47,19 @@ def has_cuda(prefix):
     return any(prefix.rglob("libkvant_cuda.a"))
 
 
-def test_find_package_with_cuda(prefix, tmp_path):
+def compile_with_pkg_config(prefix, package, source, program):
+    flags = run("pkg-config", "--cflags", "--libs", package, env=pkg_config_env(prefix)).split()
+    run("g++", "-std=c++20", CONSUMER / source, "-o", program, *flags)
+
+
+@pytest.mark.parametrize("by", ["find_package", "pkg-config"])
+def test_cuda(prefix, tmp_path, by):
     if not has_cuda(prefix):
         pytest.skip("this build has no CUDA library")
-    build_with_cmake(prefix, tmp_path)
+    if by == "find_package":
+        build_with_cmake(prefix, tmp_path)
+    else:
+        compile_with_pkg_config(prefix, "kvant-cuda", "cuda.cpp", tmp_path / "consumer_cuda")
     # 2 bits a value, and a scale and a zero point of 16 bits for 128 values.
     assert run(tmp_path / "consumer_cuda") == f"{8 * 2 * 128 * 128 * 9 // 32} bytes a page\n"
 
@@ -71,10 +80,8 @@ def test_find_package_refuses_another_minor_version(prefix, tmp_path):
 
 
 def test_pkg_config(prefix, tmp_path):
-    flags = run("pkg-config", "--cflags", "--libs", "kvant", env=pkg_config_env(prefix)).split()
-    program = tmp_path / "consumer"
-    run("g++", "-std=c++20", CONSUMER / "main.cpp", "-o", program, *flags)
-    assert "2 pages sealed" in run(program)
+    compile_with_pkg_config(prefix, "kvant", "main.cpp", tmp_path / "consumer")
+    assert "2 pages sealed" in run(tmp_path / "consumer")
 
 
 def test_command_and_plugin_find_each_other(prefix):
