@@ -57,7 +57,8 @@ KeyRows load_keys(const CacheShape& shape, const RowsLayout& rows, const std::by
 }
 
 // Keys as they were before the host's rotation, as values of the cache's type: ranges and outliers are some of them. A
-// pair may grow by the root of 2; beyond the type's largest number it ends there.
+// pair may grow by the root of 2 and by the rotation's magnitude; beyond the type's largest number it ends there.
+// Infinity less infinity, which is no number, ends at its negative, as on the device.
 void turn_back(DType dtype, KeyTurns turns, const std::vector<std::int32_t>& positions, int channels, KeyRows& keys) {
   const int count = keys.count();
   turns.rotation->turn(Turn::undo, positions.data(), count, keys.data.data(), keys.stride);
@@ -65,7 +66,7 @@ void turn_back(DType dtype, KeyTurns turns, const std::vector<std::int32_t>& pos
   std::vector<std::byte> stored(static_cast<std::size_t>(count) * size_of(dtype));
   for (int d = 0; d < channels; ++d) {
     float* row = keys.data.data() + static_cast<std::ptrdiff_t>(d) * keys.stride;
-    for (int i = 0; i < count; ++i) row[i] = std::clamp(row[i], -limit, limit);
+    for (int i = 0; i < count; ++i) row[i] = std::min(std::max(-limit, row[i]), limit);
     kernels().narrow(row, stored.data(), dtype, count);
     kernels().widen(stored.data(), dtype, row, count);
   }

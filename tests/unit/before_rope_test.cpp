@@ -300,6 +300,30 @@ TEST(BeforeRope, CopiedCellsKeepTheirPositions) {
   testing::expect_error(ErrorCode::invalid_argument, {"rotation"}, [&] { other.copy_cells(store, 0, 0, 96); });
 }
 
+// Keys near the type's limit that the rotation had made small: turned back, both products of a channel are infinite.
+TEST(BeforeRope, KeysBeyondTheTypesRangeEndAtItsLimit) {
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    const CacheShape shape{2, 32, 32, type};
+    const Turned data(ropes()[0].parameters, shape, testing::cell_numbers(0, 70));
+    const float large = type == DType::f16 ? 6e4F : 1.6e38F;
+    std::vector<float> keys(data.rows.keys);
+    for (float& key : keys) key = std::copysign(large, key);
+    const std::vector<float> values(keys.size(), 1.0F);
+    KeyRotation rotation = make_rotation(ropes()[0].parameters);
+    rotation.magnitude = 1.0 / 1024;
+    Cache cache(parse_recipe(kRecipe), shape);
+    cache.set_key_rotation(rotation);
+    cache.append(dense_view(std::as_const(keys).data(), DType::f32, 70, 2, 32),
+                 dense_view(values.data(), DType::f32, 70, 2, 32));
+    ASSERT_EQ(cache.counts().sealed_pages, 2);
+    for (const float key : stored_keys(cache.store(), 0)) EXPECT_TRUE(std::isfinite(key));
+    const std::vector<float> queries(static_cast<std::size_t>(4 * 32), 0.01F);
+    std::vector<float> out(queries.size());
+    cache.attend(dense_view(queries.data(), DType::f32, 1, 4, 32), dense_view(out.data(), DType::f32, 1, 4, 32));
+    for (const float output : out) EXPECT_NEAR(output, 1, 1e-3);
+  }
+}
+
 TEST(BeforeRope, MistakesAreNamedAndChangeNothing) {
   const auto [name, rope] = ropes()[0];
   const CacheShape shape{2, 24, 16, DType::f16};
