@@ -98,17 +98,20 @@ kvant_status kvant_cuda_sequence_blind_seals(const kvant_cuda_sequence* sequence
 kvant_status kvant_cuda_batch_create(const kvant_cuda_pool* pool, int max_sequences, int64_t max_tokens,
                                      kvant_cuda_batch** batch);
 void kvant_cuda_batch_destroy(kvant_cuda_batch* batch);
-/* From now on row b of every call is sequences[b]. */
+/* From now on row b of every call is sequences[b], all of them different. A sequence that another batch has changed
+ * since is refused by every call until it is bound anew: KVANT_INVALID_ARGUMENT. */
 kvant_status kvant_cuda_batch_bind(kvant_cuda_batch* batch, kvant_cuda_sequence* const* sequences, int count,
                                    void* stream);
-/* Makes room for `tokens` more tokens per sequence. */
+/* Makes room for `tokens` more tokens per sequence; before a capture, in which pages that are missing are refused. */
 kvant_status kvant_cuda_batch_reserve(kvant_cuda_batch* batch, int tokens, void* stream);
 /* keys [sequence][row][kv_head][key_dim], rotated, and values [..][value_dim], dense, device memory. */
 kvant_status kvant_cuda_batch_append(kvant_cuda_batch* batch, const void* keys, const void* values, int rows,
                                      void* stream);
-/* Tells the host's side that a graph with an append of `rows` rows was replayed. */
+/* Tells the host's side that a graph with an append of `rows` rows was launched once more; the append that was captured
+ * has counted for the first launch. */
 kvant_status kvant_cuda_batch_count_appended(kvant_cuda_batch* batch, int rows);
-/* Encodes every full page that has at least the recipe's window of newer tokens. sealed: how many; may be NULL. */
+/* Encodes every full page that has at least the recipe's window of newer tokens. sealed: how many, a first page
+ * of sinks only among them; plans made before are void unless it is 0. May be NULL. */
 kvant_status kvant_cuda_batch_seal_ready(kvant_cuda_batch* batch, void* stream, int* sealed);
 
 /* ---- attention */
@@ -129,7 +132,7 @@ typedef struct kvant_cuda_attend_options {
   int sliding_window; /* 0: unlimited */
   int overlap;        /* 1: the launch may begin while its predecessor in the stream ends */
   int pages_settled;  /* with overlap, 1: no page of the batch is written by the predecessor */
-  int headroom;       /* tokens by which sequences may grow while the plan is valid */
+  int headroom;       /* tokens by which sequences may grow while the plan is valid, up to the batch's max_tokens */
   kvant_cuda_path path;
 } kvant_cuda_attend_options;
 

@@ -111,26 +111,31 @@ class Sequence {
 // The sequences of one call with their page tables on the device (int32 page numbers, int32 lengths).
 class Batch {
  public:
-  // max_tokens: the longest sequence that will be bound or grown to.
+  // max_sequences: 1 to 65535. max_tokens: the longest sequence that will be bound or grown to.
   Batch(const PagePool& pool, int max_sequences, std::int64_t max_tokens);
   ~Batch();
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
-  // From now on row b of every call is sequences[b]. The sequences must outlive their use here.
+  // From now on row b of every call is sequences[b], all of them different. The sequences must outlive their use here.
+  // One that another batch has changed since, or that was assigned to, is refused by every call until it is bound anew:
+  // Error(invalid_argument).
   void bind(std::span<Sequence* const> sequences, void* stream);
 
-  // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change.
+  // Makes room for `tokens` more tokens per sequence, so that the appends of a graph need no table change: while a
+  // stream is captured pages that are missing are refused.
   void reserve(int tokens, void* stream);
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], rotated, values likewise, dense,
   // cache's type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where
   // the device cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds,
   // some 11000 for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
-  // Tells the host's side that a graph with such an append was replayed.
+  // Tells the host's side that a graph with such an append was launched once more. The append that was captured has
+  // counted for the first launch.
   void count_appended(int rows);
   // Encodes every full page that has at least recipe.window newer tokens, 256 pages a launch (128 of those that are the
-  // CPU's blocks). Returns how many pages. They are the CPU's where it has observed no queries (PageStore::observe):
+  // CPU's blocks). Returns how many pages, a first one that only holds sinks and stays as it is among them: plans made
+  // before are void unless it is 0. They are the CPU's where it has observed no queries (PageStore::observe):
   // waterfill's widths follow the ranges of the channels, zipcache's salient tokens are those of the largest keys, and
   // Sequence::blind_seals counts such pages.
   int seal_ready(void* stream);
@@ -167,8 +172,8 @@ enum class AttendPath : std::uint8_t {
 };
 
 // How one attention call is split over the GPU: made once, valid until pages of the batch are sealed or it is bound
-// anew; sequences may meanwhile grow by `headroom` tokens. Making a plan allocates and synchronises, running it does
-// neither, so that it can be captured in a graph. A plan runs on one stream at a time.
+// anew; sequences may meanwhile grow by `headroom` tokens, up to the batch's max_tokens. Making a plan allocates and
+// synchronises, running it does neither, so that it can be captured in a graph. A plan runs on one stream at a time.
 class AttendPlan {
  public:
   // rows: query rows per sequence, 1 to 65535, the last tokens of it. query_heads: a multiple of kv_heads, up to 16

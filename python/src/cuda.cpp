@@ -158,6 +158,7 @@ struct Batch {
     std::vector<std::shared_ptr<cuda::Sequence>> kept;
     std::vector<cuda::Sequence*> pointers;
     for (const Sequence* sequence : sequences) {
+      if (sequence == nullptr) refuse("sequences[" + std::to_string(kept.size()) + "] is None");
       kept.push_back(sequence->value);
       pointers.push_back(sequence->value.get());
     }
@@ -265,26 +266,31 @@ void bind_calls(nb::module_& module) {
   nb::class_<Batch>(module, "Batch", "The sequences of one call, with their page tables on the device.")
       .def(nb::init<const Pool&, int, std::int64_t>(), nb::arg("pool"), nb::arg("max_sequences"), nb::arg("max_tokens"))
       .def("bind", &Batch::bind, nb::arg("sequences"), nb::arg("stream") = 0,
-           "From now on row b of every call is sequences[b].")
+           "From now on row b of every call is sequences[b], all of them different. One that another batch has changed "
+           "since is refused by every call until it is bound anew.")
       .def(
           "reserve",
           [](Batch& b, int tokens, std::uintptr_t stream) { b.state->value.reserve(tokens, as_stream(stream)); },
           nb::arg("tokens"), nb::arg("stream") = 0,
-          "Makes room for that many more tokens per sequence, so that captured appends need no new table.")
+          "Makes room for that many more tokens per sequence, so that captured appends need no new table: pages that "
+          "are missing during a capture are refused.")
       .def("append", &Batch::append, nb::arg("keys"), nb::arg("values"), nb::arg("stream") = 0,
            "Appends tensors [sequence, row, kv_head, channel], contiguous, of the pool's type.")
       .def(
           "count_appended", [](Batch& b, int rows) { b.state->value.count_appended(rows); }, nb::arg("rows"),
-          "Tells the host's side that a graph with an append of that many rows was replayed.")
+          "Tells the host's side that a graph with an append of that many rows was launched once more. The append that "
+          "was captured has counted for the first launch.")
       .def(
           "seal_ready", [](Batch& b, std::uintptr_t stream) { return b.state->value.seal_ready(as_stream(stream)); },
           nb::arg("stream") = 0,
-          "Encodes every full page with at least the recipe's window of newer tokens; returns how many pages.")
+          "Encodes every full page with at least the recipe's window of newer tokens; returns how many pages, a first "
+          "one of sinks only among them. Plans made before are void unless it is 0.")
       .def("__len__", [](const Batch& b) { return b.state->value.size(); });
-  nb::class_<Plan>(module, "AttendPlan",
-                   "How one attention call is split over the GPU. Valid until pages of the batch are sealed or it is "
-                   "bound anew; sequences may meanwhile grow by `headroom` tokens. Making a plan allocates and "
-                   "synchronises, running it does neither.")
+  nb::class_<Plan>(
+      module, "AttendPlan",
+      "How one attention call is split over the GPU. Valid until pages of the batch are sealed or it is bound anew; "
+      "sequences may meanwhile grow by `headroom` tokens, up to the batch's max_tokens. Making a plan allocates and "
+      "synchronises, running it does neither.")
       .def(
           nb::init<const Batch&, int, int, float, float, const nb::object&, int, bool, bool, int, const std::string&>(),
           nb::arg("batch"), nb::arg("query_heads"), nb::arg("rows") = 1, nb::kw_only(), nb::arg("scale") = 0.0F,

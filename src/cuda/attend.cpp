@@ -103,6 +103,11 @@ PlanDevice describe_device(const DecodeKernel& flat, std::size_t head_bytes, int
 
 }  // namespace
 
+// Pages of the tail that come later are in the batch's tables when they do.
+std::int64_t AttendPlan::Impl::served_tokens(const Sequence::Impl& sequence, int headroom) const {
+  return std::min(batch->table_stride * kPage, sequence.length + headroom);
+}
+
 std::vector<PlanSequence> AttendPlan::Impl::describe_sequences(int headroom, int units_per_page) const {
   std::vector<PlanSequence> result;
   for (const Sequence* sequence : batch->sequences) {
@@ -119,7 +124,7 @@ std::vector<PlanSequence> AttendPlan::Impl::describe_sequences(int headroom, int
     shape.sinks = s.sinks;
     const int sink_tiles = (s.sinks + kTile - 1) / kTile;
     const auto tail = static_cast<int>(s.length - s.tail_begin());
-    const int room = std::min<int>(tail + headroom, static_cast<int>(s.tail.size()) * kPage);
+    const auto room = static_cast<int>(served_tokens(s, headroom) - s.tail_begin());
     shape.exact_tiles = sink_tiles + (room + kTile - 1) / kTile;
     shape.live_tiles = sink_tiles + (tail + kTile - 1) / kTile;
     result.push_back(shape);
@@ -257,6 +262,7 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   impl.batch = &batch.impl();
   const PagePool::Impl& pool = *impl.batch->pool;
   check_shape(pool.shape, query_heads, rows, options, headroom);
+  impl.batch->check_current();
   impl.generation = impl.batch->generation;
   impl.options = options;
   impl.query_heads = query_heads;
@@ -291,8 +297,8 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   args.pages_settled = options.overlap && options.pages_settled ? 1 : 0;
 
   for (const Sequence* sequence : impl.batch->sequences) {
-    const auto room = static_cast<std::int64_t>(sequence->impl().tail.size()) * kPage + sequence->impl().tail_begin();
-    impl.longest = std::max(impl.longest, std::min(room, sequence->length() + headroom));
+    impl.served.push_back(impl.served_tokens(sequence->impl(), headroom));
+    impl.longest = std::max(impl.longest, impl.served_tokens(sequence->impl(), std::min(headroom, kPage)));
   }
   DecodeVariant variant = variant_of(pool.format);
   variant.n_tiles = rows * args.group > 4 ? 2 : 1;
@@ -320,10 +326,12 @@ void AttendPlan::run(const void* q, void* out, float* lse, void* stream) const {
   if (impl.generation != impl.batch->generation) {
     refuse("the plan is older than the batch's pages: they were sealed or bound anew since");
   }
-  for (const Sequence* sequence : impl.batch->sequences) {
-    if (sequence->length() > impl.longest) {
-      refuse("a sequence has grown to " + std::to_string(sequence->length()) + " tokens; the plan serves " +
-             std::to_string(impl.longest));
+  impl.batch->check_current();
+  for (std::size_t b = 0; b < impl.served.size(); ++b) {
+    const std::int64_t length = impl.batch->sequences[b]->length();
+    if (length > impl.served[b]) {
+      refuse("sequence " + std::to_string(b) + " has grown to " + std::to_string(length) + " tokens; the plan serves " +
+             std::to_string(impl.served[b]));
     }
   }
   check_alignment("q", q, 8);

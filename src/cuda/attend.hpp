@@ -26,7 +26,8 @@ struct AttendPlan::Impl {
   TeamLayout team_layout;   // the same for teams of warps
   int query_heads = 0;
   int sequences = 0;
-  std::int64_t longest = 0;  // tokens that the plan serves
+  std::vector<std::int64_t> served;  // tokens up to which each sequence may grow
+  std::int64_t longest = 0;          // of the sequences, soon: what the work is cut for
   DeviceBuffer<Segment> segments;
   DeviceBuffer<std::int32_t> integers;  // the three arrays of `reference`
   DeviceBuffer<float> partials;
@@ -35,6 +36,7 @@ struct AttendPlan::Impl {
   // Cuts the work by `split` and loads it onto the device. `sequences` must match the batch.
   void load(const Split& split, std::span<const PlanSequence> shapes);
   void make_counters(std::size_t count);  // of finished parts, for kernels whose last block merges
+  std::int64_t served_tokens(const Sequence::Impl& sequence, int headroom) const;
   std::vector<PlanSequence> describe_sequences(int headroom, int units_per_page) const;
   // Loads which pages are coded, for the prefill and the reference path.
   void load_layout(std::span<const PlanSequence> shapes);

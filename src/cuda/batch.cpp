@@ -9,14 +9,39 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kMaxAppendRows = 1 << 19;  // what a grid of the append kernel holds
+constexpr int kMaxSequences = 65535;     // what grids of the attention kernels hold
+
+// Work on a stream that is being captured happens when the graph runs, and again with every run.
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(as_stream(stream), &status), "the stream's state");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Calls `undo` when it goes, unless all went well.
+template <class Undo>
+class Rollback {
+ public:
+  explicit Rollback(Undo undo) : undo_(std::move(undo)) {}
+  ~Rollback() {
+    if (armed_) undo_();
+  }
+  Rollback(const Rollback&) = delete;
+  Rollback& operator=(const Rollback&) = delete;
+  void commit() { armed_ = false; }
+
+ private:
+  Undo undo_;
+  bool armed_ = true;
+};
 
 }  // namespace
 
 Batch::Impl::Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens)
     : pool(std::move(p)), capacity(max_sequences) {
-  if (max_sequences < 1 || max_sequences > 65536) {
-    base::fail(ErrorCode::invalid_argument,
-               "max_sequences is " + std::to_string(max_sequences) + "; allowed: 1 to 65536");
+  if (max_sequences < 1 || max_sequences > kMaxSequences) {
+    base::fail(ErrorCode::invalid_argument, "max_sequences is " + std::to_string(max_sequences) + "; allowed: 1 to " +
+                                                std::to_string(kMaxSequences));
   }
   if (max_tokens < 1 || max_tokens > (std::int64_t{1} << 30)) {
     base::fail(ErrorCode::invalid_argument, "max_tokens is " + std::to_string(max_tokens) + "; allowed: 1 to 2^30");
@@ -48,6 +73,22 @@ void Batch::Impl::upload(bool lengths_too, void* stream) {
         "copy of the page tables");
 }
 
+void Batch::Impl::check_current() const {
+  pool->check_device();
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    if (sequences[b]->impl().version == versions[b]) continue;
+    base::fail(
+        ErrorCode::invalid_argument,
+        "sequence " + std::to_string(b) + " was changed by another batch or replaced since it was bound: bind it anew");
+  }
+}
+
+void Batch::Impl::note_change() {
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    versions[b] = sequences[b]->impl().version = Sequence::Impl::next_version();
+  }
+}
+
 Batch::Batch(const PagePool& pool, int max_sequences, std::int64_t max_tokens)
     : impl_(std::make_unique<Impl>(pool.impl(), max_sequences, max_tokens)) {}
 Batch::~Batch() = default;
@@ -62,27 +103,43 @@ void Batch::bind(std::span<Sequence* const> sequences, void* stream) {
     base::fail(ErrorCode::invalid_argument, std::to_string(sequences.size()) + " sequences; the batch was made for " +
                                                 std::to_string(impl.capacity));
   }
+  impl.pool->check_device();
+  std::vector<std::int64_t> versions;
   for (const Sequence* sequence : sequences) {
     if (sequence == nullptr || sequence->impl().pool != impl.pool) {
       base::fail(ErrorCode::invalid_argument, "a sequence is null or of another pool");
     }
-    if (sequence->length() > impl.table_stride * kPage) {
-      base::fail(ErrorCode::out_of_range, "a sequence has " + std::to_string(sequence->length()) +
+    const std::int64_t room = sequence->impl().room();  // what is reserved for it counts as well
+    if (room > impl.table_stride * kPage) {
+      base::fail(ErrorCode::out_of_range, "a sequence has pages for " + std::to_string(room) +
                                               " tokens; the batch was made for " +
                                               std::to_string(impl.table_stride * kPage));
     }
+    versions.push_back(sequence->impl().version);
   }
-  impl.sequences.assign(sequences.begin(), sequences.end());
-  ++impl.generation;
+  std::vector<const Sequence*> sorted(sequences.begin(), sequences.end());
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+    base::fail(ErrorCode::invalid_argument, "a sequence is bound twice: fork it");
+  }
+  std::vector<Sequence*> bound(sequences.begin(), sequences.end());
+  impl.sequences.swap(bound);
+  Rollback rollback([&] { impl.sequences.swap(bound); });
   impl.upload(true, stream);
+  rollback.commit();
+  impl.versions = std::move(versions);
+  ++impl.generation;
 }
 
 void Batch::reserve(int tokens, void* stream) {
   Impl& impl = *impl_;
-  int needed = 0;
+  if (tokens < 0) {
+    base::fail(ErrorCode::invalid_argument, "tokens is " + std::to_string(tokens) + "; allowed: 0 and more");
+  }
+  impl.check_current();
+  std::int64_t needed = 0;
   const auto missing = [&](const Sequence::Impl& s) {
-    const std::int64_t end = (s.length + tokens + kPage - 1) / kPage;
-    return static_cast<int>(end - static_cast<std::int64_t>(s.pages.size() + s.tail.size()));
+    return std::max<std::int64_t>(0, (s.length + tokens - s.room() + kPage - 1) / kPage);
   };
   for (const Sequence* sequence : impl.sequences) {
     if (sequence->length() + tokens > impl.table_stride * kPage) {
@@ -90,23 +147,40 @@ void Batch::reserve(int tokens, void* stream) {
                                               " tokens; the batch was made for " +
                                               std::to_string(impl.table_stride * kPage));
     }
-    needed += std::max(0, missing(sequence->impl()));
+    needed += missing(sequence->impl());
   }
   if (needed == 0) return;
   if (needed > impl.pool->exact_numbers.free()) {
     base::fail(ErrorCode::out_of_memory, std::to_string(needed) + " more exact pages are needed; the pool has " +
                                              std::to_string(impl.pool->exact_numbers.free()));
   }
+  if (is_capturing(stream)) {
+    base::fail(ErrorCode::invalid_argument, "the stream is being captured and " + std::to_string(needed) +
+                                                " more exact pages are needed: call reserve before the capture");
+  }
+  std::vector<Sequence::Impl*> taken;  // who was given a page, in order
+  Rollback rollback([&] {
+    for (Sequence::Impl* s : taken) {
+      impl.pool->exact_numbers.drop(s->tail.back());
+      s->tail.pop_back();
+    }
+  });
+  taken.reserve(static_cast<std::size_t>(needed));
   for (Sequence* sequence : impl.sequences) {
     Sequence::Impl& s = sequence->impl();
-    for (int i = missing(s); i > 0; --i) {
+    const auto count = static_cast<std::size_t>(missing(s));
+    s.tail.reserve(s.tail.size() + count);
+    for (std::size_t i = 0; i < count; ++i) {
       s.tail.push_back(impl.pool->exact_numbers.take());
+      taken.push_back(&s);
       // Rows behind the end have the weight zero, but zero times a NaN of the page's last owner is a NaN.
       check(cudaMemsetAsync(impl.pool->exact_page(s.tail.back()), 0, impl.pool->exact_stride(), as_stream(stream)),
             "zeros for a page");
     }
   }
   impl.upload(false, stream);
+  rollback.commit();
+  impl.note_change();
 }
 
 void Batch::append(const void* keys, const void* values, int rows, void* stream) {
@@ -145,47 +219,79 @@ void Batch::append(const void* keys, const void* values, int rows, void* stream)
 }
 
 void Batch::count_appended(int rows) {
+  impl_->check_current();
   for (const Sequence* sequence : impl_->sequences) {
-    const Sequence::Impl& s = sequence->impl();
-    const std::int64_t room = s.tail_begin() + static_cast<std::int64_t>(s.tail.size()) * kPage - s.length;
+    const std::int64_t room = sequence->impl().room() - sequence->length();
     if (rows < 0 || rows > room) {
       base::fail(ErrorCode::out_of_range,
                  "rows is " + std::to_string(rows) + "; a sequence has room for 0 to " + std::to_string(room));
     }
   }
   for (Sequence* sequence : impl_->sequences) sequence->impl().length += rows;
+  impl_->note_change();
 }
+
+namespace {
+
+// What sealing changes of a sequence, as it was before.
+struct Before {
+  Sequence::Impl* sequence;
+  std::size_t pages;
+  std::vector<std::int32_t> tail;
+  std::int32_t sink_page;
+  int sinks;
+  std::int64_t blind_seals;
+};
+
+void restore(PagePool::Impl& pool, std::vector<Before>& all) {
+  for (Before& before : all) {
+    Sequence::Impl& s = *before.sequence;
+    for (; s.pages.size() > before.pages; s.pages.pop_back()) {
+      if (s.pages.back() >= 0) pool.page_numbers.drop(s.pages.back());
+    }
+    s.tail.swap(before.tail);
+    s.sink_page = before.sink_page;
+    s.sinks = before.sinks;
+    s.blind_seals = before.blind_seals;
+  }
+}
+
+}  // namespace
 
 int Batch::seal_ready(void* stream) {
   Impl& impl = *impl_;
+  impl.check_current();
   PagePool::Impl& pool = *impl.pool;
-  const int window = pool.recipe.window;
   const int sink = pool.recipe.sink;
-  const auto ready = [&](const Sequence::Impl& s, std::size_t i) {
-    return s.length - (s.tail_begin() + static_cast<std::int64_t>(i + 1) * kPage) >= window;
+  const auto ready = [&](const Sequence::Impl& s) {
+    const std::int64_t full = (s.length - pool.recipe.window - s.tail_begin()) / kPage;
+    return static_cast<int>(std::clamp<std::int64_t>(full, 0, static_cast<std::int64_t>(s.tail.size())));
   };
-  std::vector<BlockSealJob> jobs;
-  std::vector<std::int32_t> done;  // exact pages free once the jobs have run
-  int needed = 0;
-  bool changes = false;
+  std::int64_t needed = 0;
+  int count = 0;
   for (const Sequence* sequence : impl.sequences) {
-    const Sequence::Impl& s = sequence->impl();
-    for (std::size_t i = 0; i < s.tail.size() && ready(s, i); ++i) {
-      changes = true;
-      needed += s.pages.empty() && i == 0 && sink == kPage ? 0 : 1;
-    }
+    const int pages = ready(sequence->impl());
+    count += pages;
+    needed += pages - (pages > 0 && sequence->impl().pages.empty() && sink == kPage ? 1 : 0);
   }
-  if (!changes) return 0;
+  if (count == 0) return 0;
   if (needed > pool.page_numbers.free()) {
     base::fail(ErrorCode::out_of_memory, std::to_string(needed) + " pages are ready to be sealed; the pool has " +
                                              std::to_string(pool.page_numbers.free()) + " free");
   }
+  std::vector<BlockSealJob> jobs;
+  std::vector<std::int32_t> done;  // exact pages free once the jobs have run
+  std::vector<Before> changed;
+  Rollback rollback([&] { restore(pool, changed); });
   for (Sequence* sequence : impl.sequences) {
     Sequence::Impl& s = sequence->impl();
-    while (!s.tail.empty() && ready(s, 0)) {
-      const std::int32_t exact = s.tail.front();
+    const int pages = ready(s);
+    if (pages == 0) continue;
+    changed.push_back({&s, s.pages.size(), s.tail, s.sink_page, s.sinks, s.blind_seals});
+    s.pages.reserve(s.pages.size() + static_cast<std::size_t>(pages));
+    for (int i = 0; i < pages; ++i) {
+      const std::int32_t exact = s.tail[static_cast<std::size_t>(i)];
       const bool first = s.pages.empty();
-      s.tail.erase(s.tail.begin());
       if (first && sink > 0) {
         s.sink_page = exact;
         s.sinks = sink;
@@ -197,12 +303,15 @@ int Batch::seal_ready(void* stream) {
       jobs.push_back({exact, s.pages.back(), first ? sink : 0, static_cast<std::int32_t>(s.pages.size() - 1) * kPage});
       if (pool.blind) ++s.blind_seals;
     }
+    s.tail.erase(s.tail.begin(), s.tail.begin() + pages);
   }
   if (!jobs.empty()) pool.seal(jobs, stream);
-  for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);
-  ++impl.generation;
   impl.upload(false, stream);
-  return static_cast<int>(jobs.size());
+  rollback.commit();
+  for (const std::int32_t exact : done) pool.exact_numbers.drop(exact);
+  impl.note_change();
+  ++impl.generation;
+  return count;
 }
 
 }  // namespace kvant::cuda

@@ -87,9 +87,7 @@ std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const 
 }
 
 void prepare_teams(const PrefillKernel& kernel) {
-  // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
-        "shared memory of the kernel with teams");
+  allow_most_shared(kernel.function);
 }
 
 void launch_teams(const PrefillKernel& kernel, const DecodeArgs& args, const TeamLayout& layout,

@@ -12,8 +12,7 @@ struct Launch {
 };
 
 void launch(const Launch& what, BlockSealBatch& batch, unsigned pages, cudaStream_t stream) {
-  check(cudaFuncSetAttribute(what.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, what.shared_bytes),
-        "shared memory of a kernel that seals blocks");
+  allow_most_shared(what.kernel);
   void* parameters[] = {&batch};
   const dim3 grid(pages, static_cast<unsigned>(what.y), static_cast<unsigned>(what.z));
   check(cudaLaunchKernel(what.kernel, grid, dim3(kBlockSealThreads), parameters,

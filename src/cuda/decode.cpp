@@ -69,9 +69,7 @@ bool fits(const DecodeKernel& kernel, int key_bytes) {
 }
 
 void prepare_decode(const DecodeKernel& kernel) {
-  // As high as it goes: a kernel serves key tiles of several sizes, and the next plan must not lower it for this one.
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
-        "shared memory of the decode kernel");
+  allow_most_shared(kernel.function);
 }
 
 int resident_clusters(const DecodeKernel& kernel, int ranks, int key_bytes) {

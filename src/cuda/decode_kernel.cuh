@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(C::threads, 1)
     if constexpr (C::rotation > 1) state.unrotate(lane, C::rotation);  // exact values are not rotated
     for (; unit < segment.end; unit += workers) {
       const ExactTile tile = exact_tile<C>(args, segment, unit);
-      if (tile.data != nullptr) add_exact_tile<C>(args, segment, tile, state, lane);
+      if (tile.data == nullptr) break;  // room for tokens to come, and so are all behind it
+      add_exact_tile<C>(args, segment, tile, state, lane);
     }
     if constexpr (C::sorted) {
       if (i + 1 < segments.count()) queries.fetch(args, segments.get(i + 1));

@@ -31,10 +31,14 @@ class DeviceBuffer {
   std::size_t count() const { return count_; }
   std::size_t bytes() const { return count_ * sizeof(T); }
 
-  void fill_zero() { check(cudaMemset(data_, 0, bytes()), "device memory"); }
-  // Synchronous.
+  // Both are done when they return, on every stream.
+  void fill_zero() {
+    check(cudaMemset(data_, 0, bytes()), "device memory");
+    settle_default_stream();
+  }
   void copy_from(const T* host, std::size_t count) {
     check(cudaMemcpy(data_, host, count * sizeof(T), cudaMemcpyHostToDevice), "copy to the device");
+    settle_default_stream();
   }
 
  private:

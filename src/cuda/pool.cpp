@@ -1,6 +1,7 @@
 #include "cuda/pool.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <numeric>
 
@@ -117,6 +118,13 @@ PagePool::Impl::Impl(const Recipe& r, const CacheShape& s, const PoolFormat& cho
   block_seal.list_counts = list_counts.get();
 }
 
+void PagePool::Impl::check_device() const {
+  const int current = current_device();
+  if (current == device) return;
+  base::fail(ErrorCode::invalid_argument,
+             "the current device is " + std::to_string(current) + "; the pool is on " + std::to_string(device));
+}
+
 bool PagePool::Impl::seals() const {
   return block.present() ? can_seal_blocks(block_seal) : can_seal(format, layout, shape.kv_heads);
 }
@@ -160,6 +168,11 @@ std::int64_t PagePool::invalid_values(void* stream) const {
 }
 
 // ---- Sequence
+
+std::int64_t Sequence::Impl::next_version() {
+  static std::atomic<std::int64_t> last{0};
+  return ++last;
+}
 
 Sequence::Impl::~Impl() {
   for (const std::int32_t page : pages) {
@@ -250,6 +263,7 @@ Sequence Sequence::upload(const PagePool& pool, const Cache& cache) {
                     shape.key_dim == p.shape.key_dim && shape.value_dim == p.shape.value_dim &&
                     shape.dtype == p.shape.dtype;
   if (!same) base::fail(ErrorCode::invalid_argument, "the cache's recipe or shape is not the pool's");
+  p.check_device();
   p.check_rotation_of(cache);
   const PageStore::Impl& store = cache.store().impl();
   check_sinks(store, p.recipe.sink);
@@ -278,6 +292,7 @@ Sequence Sequence::upload(const PagePool& pool, const Cache& cache) {
     }
   }
   s.length = cache.length();
+  settle_default_stream();
   return sequence;
 }
 
@@ -304,6 +319,7 @@ std::vector<std::byte> Sequence::download_block(std::int64_t page) const {
 }
 
 Sequence Sequence::fork(void* stream) const {
+  impl_->pool->check_device();
   Sequence copy(PagePool(impl_->pool));
   Impl& to = copy.impl();
   PagePool::Impl& p = *impl_->pool;

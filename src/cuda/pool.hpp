@@ -30,6 +30,7 @@ class Numbers {
 };
 
 struct PagePool::Impl {
+  int device = current_device();
   Recipe recipe;
   CacheShape shape;
   PageLayout layout;
@@ -50,6 +51,8 @@ struct PagePool::Impl {
 
   Impl(const Recipe& r, const CacheShape& s, int page_count, int exact_count);
   Impl(const Recipe& r, const CacheShape& s, const PoolFormat& chosen, int page_count, int exact_count);
+  // Throws Error(invalid_argument) where the current device is not the pool's.
+  void check_device() const;
   // Whether this build has kernels that write the pool's pages.
   bool seals() const;
   void seal(std::span<const BlockSealJob> jobs, void* stream) const;
@@ -84,6 +87,8 @@ struct Sequence::Impl {
   std::vector<std::int32_t> tail;  // exact pages from position 128 * pages.size() on
   std::int32_t sink_page = -1;     // exact page of the first `sinks` tokens once the first page is behind the window
   int sinks = 0;
+  // Unlike that of any other state of any sequence: a batch tells by it whether its tables are up to date.
+  std::int64_t version = next_version();
 
   explicit Impl(std::shared_ptr<PagePool::Impl> p) : pool(std::move(p)) {}
   ~Impl();
@@ -91,7 +96,10 @@ struct Sequence::Impl {
   Impl& operator=(const Impl&) = delete;
 
   std::int64_t tail_begin() const { return static_cast<std::int64_t>(pages.size()) * kPage; }
+  // Tokens that the pages it has hold.
+  std::int64_t room() const { return tail_begin() + static_cast<std::int64_t>(tail.size()) * kPage; }
   bool first_is_exact() const { return !pages.empty() && pages.front() < 0; }
+  static std::int64_t next_version();
 };
 
 // Throws Error(invalid_argument) for a cache that is no [sinks | sealed pages | open tail] by number of token: one that
@@ -104,8 +112,9 @@ struct Batch::Impl {
   std::int64_t table_stride = 0;
   std::int64_t exact_stride = 0;
   std::vector<Sequence*> sequences;
-  std::int64_t generation = 0;        // grows when pages are sealed or sequences bound: older plans do not fit
-  DeviceBuffer<std::int32_t> tables;  // lengths, tail starts, page table, exact table: one copy sets all
+  std::vector<std::int64_t> versions;  // of the sequences, as the tables have them
+  std::int64_t generation = 0;         // grows when pages are sealed or sequences bound: older plans do not fit
+  DeviceBuffer<std::int32_t> tables;   // lengths, tail starts, page table, exact table: one copy sets all
   std::vector<std::int32_t> host_tables;
 
   Impl(std::shared_ptr<PagePool::Impl> p, int max_sequences, std::int64_t max_tokens);
@@ -113,7 +122,13 @@ struct Batch::Impl {
   std::int32_t* tail_begin() const { return tables.get() + capacity; }
   std::int32_t* table() const { return tables.get() + 2 * static_cast<std::int64_t>(capacity); }
   std::int32_t* exact_table() const { return table() + static_cast<std::int64_t>(capacity) * table_stride; }
+  // Copies the sequences' tables; nothing has changed when it throws.
   void upload(bool lengths_too, void* stream);
+  // Throws Error(invalid_argument) where the current device is another one, or a sequence was changed or replaced
+  // otherwise than by this batch since it was bound.
+  void check_current() const;
+  // After a change of the sequences by this batch.
+  void note_change();
 };
 
 }  // namespace kvant::cuda

@@ -138,9 +138,7 @@ const PrefillKernel* find_prefill_kernel(const DeviceFormat& format) {
 }
 
 int prepare_prefill(const PrefillKernel& kernel, int key_bytes, int ranks) {
-  // As high as it goes: a kernel serves pools of several sizes, and the next plan must not lower it for this one.
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes()),
-        "shared memory of the prefill kernel");
+  allow_most_shared(kernel.function);
   if (ranks > 1) {
     const Launch launch(kernel, dim3(static_cast<unsigned>(ranks)), ranks, key_bytes, nullptr);
     int clusters = 0;

@@ -73,9 +73,7 @@ void launch_seal(const DeviceFormat& format, const SealArgs& args, std::span<con
     grid.z = 1;
     shared_bytes = std::max(shared_bytes, value_bytes(format, args.kv_heads / grids, args.value_tokens));
   }
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes)),
-        "shared memory of the seal kernel");
+  allow_most_shared(kernel.function);
   SealBatch batch;
   batch.args = args;
   for (; !jobs.empty(); jobs = jobs.subspan(grid.x)) {
