@@ -9,8 +9,11 @@
 
 namespace kvant::base {
 
+// More than any machine has: OpenMP ends the process when it cannot start as many as it was asked for.
+constexpr int kMostThreads = 1024;
+
 inline int thread_count(int requested) {
-  return requested > 0 ? requested : omp_get_max_threads();
+  return requested > 0 ? std::min(requested, kMostThreads) : omp_get_max_threads();
 }
 
 // Calls body(item, thread) for every item in [0, items), items handed out in order as threads become free.

@@ -31,6 +31,8 @@ constexpr int kItemsPerThread = 4;                // parts per thread, so that t
 constexpr int kMinPagesPerItem = 2;               // below this, merging costs more than it spreads
 constexpr std::int64_t kWorkPerThread = 1 << 17;  // multiply-adds that pay for waking a thread (a few microseconds)
 
+constexpr std::int64_t kLastPosition = std::int64_t{1} << 40;  // no store has more cells
+
 void check_shapes(const PageStore& store, std::int64_t n_cells, const ConstView& queries, const View& out,
                   const AttentionOptions& options) {
   const CacheShape& shape = store.shape();
@@ -42,9 +44,12 @@ void check_shapes(const PageStore& store, std::int64_t n_cells, const ConstView&
     refuse("queries have " + std::to_string(queries.extent[2]) + " channels; keys have " +
            std::to_string(shape.key_dim));
   }
-  if (queries.extent[1] < 1 || queries.extent[1] % shape.kv_heads != 0) {
-    refuse("query heads are " + std::to_string(queries.extent[1]) + "; allowed: a multiple of the " +
-           std::to_string(shape.kv_heads) + " KV heads");
+  cache::check_query_heads(shape, queries.extent[1]);
+  if (options.first_position < -1 || options.first_position > kLastPosition) {
+    refuse("first_position is " + std::to_string(options.first_position) + "; allowed: -1 to 2^40");
+  }
+  if (options.sliding_window < 0) {
+    refuse("sliding_window is " + std::to_string(options.sliding_window) + "; allowed: 0 and more");
   }
   if (out.extent[0] != queries.extent[0] || out.extent[1] != queries.extent[1] || out.extent[2] != shape.value_dim) {
     refuse("out does not have the shape [query rows, query heads, value_dim]");

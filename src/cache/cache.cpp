@@ -31,6 +31,7 @@ std::vector<std::int64_t> cell_range(std::int64_t first, std::int64_t count) {
 
 Cache::Cache(const Recipe& recipe, const CacheShape& shape) : store_(recipe, shape, 0) {}
 
+// The pool of a Cache is its own and that of its copies: nobody else could use or count what lies idle in it.
 void Cache::append(const ConstView& keys, const ConstView& values, const ConstView& queries,
                    std::span<const std::int64_t> positions) {
   PageStore::Impl& impl = store_.impl();
@@ -49,6 +50,7 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
   }
   impl.check_positions(cell_range(length_, count), positions);
   const std::int64_t page = impl.tokens();
+  const std::int64_t cells_before = impl.cells;
   impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));
   try {
     for (std::int64_t done = 0; done < count;) {
@@ -66,9 +68,11 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
   } catch (...) {  // out of memory: what was added is forgotten again
     store_.forget(length_, impl.cells - length_);
     impl.rewind(length_);
+    impl.grow(cells_before);
     throw;
   }
   length_ += count;
+  impl.pool->free_idle();
 }
 
 void Cache::attend(const ConstView& queries, const View& out, AttentionOptions options, float* lse) const {
@@ -95,10 +99,12 @@ void Cache::trim(std::int64_t n) {
   store_.forget(length_ - n, n);
   length_ -= n;
   store_.impl().rewind(length_);
+  store_.impl().pool->free_idle();
 }
 
 void Cache::clear() {
   store_.clear();
+  store_.impl().pool->free_idle();
   length_ = 0;
 }
 

@@ -30,9 +30,9 @@ void copy_token(const CacheShape& shape, const RowsLayout& source, const std::by
 
 // Errors of rotated or divided values grow when that is undone: next to the end of the type's range they could leave
 // it.
-void clamp_to(DType dtype, std::vector<float>& values) {
+void clamp_to(DType dtype, float* values, std::ptrdiff_t count) {
   const float limit = base::largest_stored(dtype);
-  for (float& value : values) value = std::clamp(value, -limit, limit);
+  for (float* value = values; value != values + count; ++value) *value = std::clamp(*value, -limit, limit);
 }
 
 }  // namespace
@@ -134,13 +134,19 @@ void decode_keys(const PageLayout& layout, DType dtype, const std::byte* block, 
   if (turns.rotation == nullptr) return;
   const int page = layout.key.rows + layout.key_rest.rows;
   turns.rotation->turn(Turn::rotate, turns.positions, page, out, page);
+  clamp_to(dtype, out, static_cast<std::ptrdiff_t>(layout.key.depth) * page);
 }
 
 void decode_values(const PageLayout& layout, DType dtype, const std::byte* block, int head, float* out) {
   const TileLayout& tile = layout.value;
   const TileView view(layout, tile, block, head);
-  if (view.tokens == nullptr) return decode_tile(view, dtype, out);
   const int stride = base::round_up(tile.rows, tiles::kLanes);
+  const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(tile.depth) * stride;
+  if (view.tokens == nullptr) {
+    decode_tile(view, dtype, out);
+    if (tile.rotation > 1) clamp_to(dtype, out, size);
+    return;
+  }
   std::vector<float> decoded(static_cast<std::size_t>(tile.depth) * static_cast<std::size_t>(stride));
   decode_tile(view, dtype, decoded.data());
   std::vector<float> factors(static_cast<std::size_t>(tile.rows), 1.0F);
@@ -150,6 +156,7 @@ void decode_values(const PageLayout& layout, DType dtype, const std::byte* block
     float* to = out + static_cast<std::ptrdiff_t>(view.tokens[i]) * stride;
     for (int r = 0; r < tile.rows; ++r) to[r] = from[r] * factors[static_cast<std::size_t>(r)];
   }
+  if (tile.channel_factors) clamp_to(dtype, out, size);
 }
 
 void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout& layout, const SealedPage& page,
@@ -160,9 +167,7 @@ void decode_page(const Recipe& recipe, const CacheShape& shape, const PageLayout
   std::vector<float> values(static_cast<std::size_t>(recipe.page) * static_cast<std::size_t>(value_stride));
   for (int head = 0; head < shape.kv_heads; ++head) {
     decode_keys(layout, shape.dtype, page.block.get(), head, turns, keys.data());
-    if (turns.rotation != nullptr) clamp_to(shape.dtype, keys);
     decode_values(layout, shape.dtype, page.block.get(), head, values.data());
-    if (layout.value.rotation > 1 || layout.value.channel_factors) clamp_to(shape.dtype, values);
     kernels().narrow(keys.data(), open + rows.key_at(head, 0, 0), shape.dtype, static_cast<std::int64_t>(keys.size()));
     kernels().narrow(values.data(), open + rows.value_at(head, 0, 0), shape.dtype,
                      static_cast<std::int64_t>(values.size()));

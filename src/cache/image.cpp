@@ -199,7 +199,8 @@ void load_probes(const CacheShape& shape, std::int64_t length, Reader& in, cache
   const auto count = in.get<std::uint32_t>();
   const auto heads = in.get<std::uint32_t>();
   if (count == 0) return;
-  if (heads < 1 || heads > 65536 || heads % static_cast<std::uint32_t>(shape.kv_heads) != 0)
+  if (heads < 1 || heads > std::uint32_t{cache::kMostQueryHeads} ||
+      heads % static_cast<std::uint32_t>(shape.kv_heads) != 0)
     bad("probes have impossible heads");
   const std::size_t values = std::size_t{heads} * static_cast<std::size_t>(shape.key_dim);
   if (in.left() / (sizeof(std::int64_t) + values * sizeof(float)) < count) bad("ends early");

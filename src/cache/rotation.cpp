@@ -30,6 +30,7 @@ std::int32_t checked_position(std::int64_t position) {
 }
 
 Rotation::Rotation(const KeyRotation& rotation, int key_dim) : key_(rotation) {
+  if (key_dim < 1) refuse("key_dim is " + std::to_string(key_dim) + "; allowed: 1 and more");
   const std::size_t most = static_cast<std::size_t>(key_dim) / 2;
   if (key_.frequencies.empty() || key_.frequencies.size() > most) {
     refuse("has " + std::to_string(key_.frequencies.size()) + " pairs of channels; allowed: 1 to " +
@@ -176,12 +177,14 @@ KeyRotation make_rotation(const RopeParameters& p) {
     const double kept = p.extrapolation * (1 - std::clamp(place, 0.0, 1.0));
     rotation.frequencies.push_back(whole * (p.scale * (1 - kept) + kept));
   }
+  cache::Rotation(rotation, p.rotated);  // refuses what is beyond its limits
   return rotation;
 }
 
 void undo_rotation(const KeyRotation& rotation, std::span<const std::int64_t> positions, int heads, int dim,
                    float* rows) {
   const cache::Rotation turns(rotation, dim);
+  if (heads < 0) base::fail(ErrorCode::invalid_argument, "heads is " + std::to_string(heads) + "; allowed: 0 and more");
   std::vector<std::int32_t> checked;
   for (const std::int64_t position : positions) checked.push_back(cache::checked_position(position));
   // A row is one column of its channels.

@@ -44,6 +44,11 @@ std::size_t PagePool::idle() const {
   return bytes;
 }
 
+void PagePool::free_idle() {
+  const std::lock_guard lock(mutex_);
+  std::vector<Shelf>().swap(shelves_);
+}
+
 std::shared_ptr<PagePool> make_page_pool() {
   return std::make_shared<PagePool>();
 }
@@ -126,6 +131,9 @@ void PageStore::Impl::rewind(std::int64_t length) {
   for (const std::int64_t number : open_pages) {
     Page& page = pages[static_cast<std::size_t>(number)];
     page.last_write = std::min(page.last_write, length);
+    // A reopened page has forgotten when its rows came. Those of a Cache came in order, and an image says no more.
+    for (int i = 0; page.clocks && i < tokens(); ++i)
+      page.clocks[static_cast<std::size_t>(i)] = number * tokens() + i + 1;
   }
   if (probes) probes->keep_if([&](std::int64_t clock) { return clock <= length; });
 }

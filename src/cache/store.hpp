@@ -18,6 +18,7 @@ class PagePool {
   base::AlignedBytes take(std::size_t bytes);
   void give(base::AlignedBytes buffer, std::size_t bytes);
   std::size_t idle() const;
+  void free_idle();
 
  private:
   struct Shelf {
@@ -27,6 +28,14 @@ class PagePool {
   mutable std::mutex mutex_;
   std::vector<Shelf> shelves_;  // few sizes: one per distinct layer shape
 };
+
+namespace cache {
+
+constexpr int kMostQueryHeads = 65536;
+// Throws Error(invalid_argument) where queries cannot have so many heads.
+void check_query_heads(const CacheShape& shape, std::int64_t heads);
+
+}  // namespace cache
 
 struct PageStore::Impl {
   Recipe recipe;

@@ -40,14 +40,22 @@ void for_each_query(const ConstView& view, const Visit& visit) {
 
 }  // namespace
 
+void cache::check_query_heads(const CacheShape& shape, std::int64_t heads) {
+  if (heads >= 1 && heads <= kMostQueryHeads && heads % shape.kv_heads == 0) return;
+  base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(heads) + "; allowed: a multiple of the " +
+                                              std::to_string(shape.kv_heads) + " KV heads, up to " +
+                                              std::to_string(kMostQueryHeads));
+}
+
 void PageStore::Impl::check_queries(const ConstView& view) const {
   const auto refuse = [](const std::string& text) { base::fail(ErrorCode::invalid_argument, text); };
   if (view.extent[2] != shape.key_dim) {
     refuse("queries have " + std::to_string(view.extent[2]) + " channels; keys have " + std::to_string(shape.key_dim));
   }
-  if (view.extent[1] < 1 || view.extent[1] % shape.kv_heads != 0) {
-    refuse("query heads are " + std::to_string(view.extent[1]) + "; allowed: a multiple of the " +
-           std::to_string(shape.kv_heads) + " KV heads");
+  cache::check_query_heads(shape, view.extent[1]);
+  if (probes && probes->size() > 0 && probes->query_heads() != view.extent[1]) {
+    refuse("query heads are " + std::to_string(view.extent[1]) + "; those of earlier queries are " +
+           std::to_string(probes->query_heads()));
   }
   if (view.extent[0] > 0 && view.data == nullptr) refuse("queries have no data");
   for_each_query(view, [&](std::int64_t row, std::int64_t head, const float* query) {
@@ -232,11 +240,6 @@ void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& qu
       base::fail(ErrorCode::out_of_range,
                  "cell " + std::to_string(cell) + " outside 0.." + std::to_string(impl.cells - 1));
     }
-  }
-  if (impl.probes && impl.probes->size() > 0 && impl.probes->query_heads() != queries.extent[1]) {
-    base::fail(ErrorCode::invalid_argument, "query heads are " + std::to_string(queries.extent[1]) +
-                                                "; those of earlier queries are " +
-                                                std::to_string(impl.probes->query_heads()));
   }
   // All memory is there before the first change.
   for (const std::int64_t cell : cells) {

@@ -88,6 +88,12 @@ void PageStore::shift_keys(std::span<const std::int64_t> cells, std::span<const 
     cache::checked_position(distances[i]);
     cache::checked_position(page_of(cells[i]).positions[token_of(cells[i])] + distances[i]);
   }
+  std::vector<std::int64_t> sorted(cells.begin(), cells.end());
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) {
+    base::fail(ErrorCode::invalid_argument, "cell " + std::to_string(*twice) + " is named twice; allowed: once");
+  }
   // Exact rows of sealed pages are shared between copies, and a moved one is no sink any more.
   for (std::size_t i = 0; i < cells.size(); ++i) {
     if (is_moved(i) && page_of(cells[i]).exact[token_of(cells[i])]) impl.open(cells[i] / impl.tokens());

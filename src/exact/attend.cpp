@@ -151,6 +151,7 @@ void check_queries(const SideShape& key, const SideShape& value, const ConstArra
   require_rank("out", out.rank, 4);
   require_extent("queries", 0, queries.extent[0], key.batch);
   require_extent("queries", 3, queries.extent[3], key.dim);
+  if (queries.extent[2] < 0) require_between("queries", queries.extent[2], 0, std::numeric_limits<int>::max());
   if (queries.extent[1] % key.heads != 0) {
     base::fail(ErrorCode::invalid_argument, "queries has " + std::to_string(queries.extent[1]) +
                                                 " heads; it must be a multiple of " + std::to_string(key.heads));
@@ -164,6 +165,7 @@ void check_side(const char* name, const SideShape& shape, const ConstArray& x) {
   for (const int axis : {0, 1, 3}) {
     if (x.extent[at(axis)] < 1) require_between(name, x.extent[at(axis)], 1, std::numeric_limits<int>::max());
   }
+  if (x.extent[2] < 0) require_between(name, x.extent[2], 0, std::numeric_limits<int>::max());
   if (shape.batch == 0) return;
   require_extent(name, 0, x.extent[0], shape.batch);
   require_extent(name, 1, x.extent[1], shape.heads);
@@ -202,9 +204,9 @@ void check_fetch(const Sequence& keys, const Sequence& values, const Array& out_
                  std::int64_t first) {
   require_rank("keys", out_keys.rank, 4);
   const std::int64_t count = out_keys.extent[2];
-  if (first < 0 || count < 0 || first + count > keys.tokens()) {
-    base::fail(ErrorCode::out_of_range, "rows " + std::to_string(first) + ".." + std::to_string(first + count) +
-                                            " are outside the " + std::to_string(keys.tokens()) + " stored tokens");
+  if (first < 0 || count < 0 || first > keys.tokens() - count) {
+    base::fail(ErrorCode::out_of_range, std::to_string(count) + " rows from " + std::to_string(first) +
+                                            " on are outside the " + std::to_string(keys.tokens()) + " stored tokens");
   }
   if (keys.shape().batch == 0) return;  // nothing was ever stored, so no rows are asked for
   const auto check = [&](const char* name, const SideShape& shape, const Array& out) {

@@ -153,7 +153,6 @@ Recipe parse_sides(std::string_view text) {
   read_side("k", take("k"), &catalog::Method::keys, recipe.key);
   read_side("v", take("v"), &catalog::Method::values, recipe.value);
   if (!recipe.quantizes()) recipe.window = 0;
-  validate(recipe);
   set_options(std::string(text), recipe, options);
   return recipe;
 }

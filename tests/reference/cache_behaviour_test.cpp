@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <limits>
 #include <random>
 
 #include "kvant/error.hpp"
@@ -336,6 +337,7 @@ TEST_P(PackedCache, RefusedCallsChangeNothing) {
   Rows out(DType::f16, 1, 2, 4, 16);
   EXPECT_THROW(cache->fetch(out.array(), out.array(), 6), Error);
   EXPECT_THROW(cache->fetch(out.array(), out.array(), -1), Error);
+  EXPECT_THROW(cache->fetch(out.array(), out.array(), std::numeric_limits<std::int64_t>::max()), Error);
   EXPECT_THROW(cache->update_and_fetch(k.array(), k.array(), out.array(), out.array()), Error);
   EXPECT_THROW(cache->attend(random_rows(DType::f16, 1, 3, 1, 16, random).array(), out.array()), Error);
   EXPECT_EQ(cache->offset(), 9);
