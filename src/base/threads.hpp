@@ -9,11 +9,10 @@
 
 namespace kvant::base {
 
-// More than any machine has: OpenMP ends the process when it cannot start as many as it was asked for.
-constexpr int kMostThreads = 1024;
-
+// More threads than a few for each processor are never faster, and OpenMP ends the process when it cannot start as many
+// as it was asked for.
 inline int thread_count(int requested) {
-  return requested > 0 ? std::min(requested, kMostThreads) : omp_get_max_threads();
+  return requested > 0 ? std::min(requested, std::max(64, 4 * omp_get_num_procs())) : omp_get_max_threads();
 }
 
 // Calls body(item, thread) for every item in [0, items), items handed out in order as threads become free.

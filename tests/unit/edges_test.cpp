@@ -160,12 +160,14 @@ TEST(Edges, RotationsHaveLimits) {
 
 // OpenMP ends the process where it cannot start the threads it is asked for.
 TEST(Edges, AnyNumberOfThreadsIsServed) {
-  const CacheShape shape{2, 64, 64, DType::f16};
-  const testing::Rows rows = testing::make_rows(shape, 64, 5);
-  PageStore store(parse_recipe("kivi:page=32,window=0"), shape, 64);
-  store.write(Side::key, first_cells(64), rows.key_view(0, 64));
-  store.write(Side::value, first_cells(64), rows.value_view(0, 64));
-  EXPECT_EQ(store.seal_ready(INT_MAX), 2);
+  constexpr std::int64_t kTokens = 400 * 32;  // 25600 tiles
+  PageStore store(parse_recipe("kivi:page=32,window=0"), {32, 8, 8, DType::f16}, kTokens);
+  const std::vector<float> row(32 * 8, 0.5F);
+  ConstView rows = dense_view(row.data(), DType::f32, kTokens, 32, 8);
+  rows.stride[0] = 0;
+  store.write(Side::key, first_cells(kTokens), rows);
+  store.write(Side::value, first_cells(kTokens), rows);
+  EXPECT_EQ(store.seal_ready(INT_MAX), 400);
 }
 
 }  // namespace
