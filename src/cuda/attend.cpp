@@ -89,7 +89,7 @@ PlanDevice describe_device(const DecodeKernel& flat, std::size_t head_bytes, int
   PlanDevice device;
   device.multiprocessors = info.multiprocessors;
   device.thin_pages = head_bytes < kThin;
-  if (info.major < 9) return device;
+  if (info.major < 9 || !waits_for_predecessor(flat.function)) return device;  // PTX of sm_80 knows no clusters
   Split split;
   split.few_warps = true;
   const DecodeKernel& pair = *kernel_for(flat, split);
@@ -288,7 +288,7 @@ AttendPlan::AttendPlan(const Batch& batch, int query_heads, int rows, const Atte
   args.scale = options.scale != 0 ? options.scale : 1.0F / std::sqrt(static_cast<float>(pool.shape.key_dim));
   args.softcap = options.softcap;
   args.softcap_rate = options.softcap > 0 ? 2.0F / options.softcap : 0.0F;
-  args.window = options.sliding_window;
+  args.window = std::min(options.sliding_window, 1 << 30);  // positions less a window must not leave their type
   args.rows = rows;
   args.group = query_heads / pool.shape.kv_heads;
   args.kv_heads = pool.shape.kv_heads;

@@ -78,7 +78,7 @@ class BlockUnpacker {
       page_.unpack(halves_.half(i), ring_.keys(), ring_.values(), ring_.values() + C::value_tile_bytes);
       if (page_.has_outliers()) add_outliers(i, fresh);
       if constexpr (C::turned) turn_keys(halves_.half(i));
-      ring_.give_full_to_all(turns());
+      ring_.give_full_to_all(args_, turns());
       if (!two_raw_ && halves_.half(i) == 1 && has_next(i)) {
         meet();
         fetch_next(i);

@@ -9,7 +9,6 @@ namespace kvant::cuda {
 namespace {
 
 constexpr std::int64_t kUsualBytes = 70 << 10;  // three blocks on a multiprocessor
-constexpr std::int64_t kMostBytes = 220 << 10;
 
 KeyRank rank_of(const Recipe& recipe, const PageLayout& layout) {
   if (layout.key.budget > 0) return KeyRank::widths;
@@ -84,10 +83,6 @@ std::size_t block_list_counts(const BlockSealArgs& args) {
          (kPage / kBlockSealPlaces);
 }
 
-bool can_seal_blocks(const BlockSealArgs& args) {
-  return grid_bytes(args.format, args.grid_tokens) <= kMostBytes;
-}
-
 BlockSealGrids::BlockSealGrids(const BlockSealArgs& args) {
   const BlockFormat& format = args.format;
   prepare_y = format.kv_heads;
@@ -99,6 +94,11 @@ BlockSealGrids::BlockSealGrids(const BlockSealArgs& args) {
   values_y = format.kv_heads;
   values_z = format.value.outliers.slots > 0 && block_list_counts(args) == 0 ? 1 : kPage / kBlockSealPlaces;
   values_bytes = BlockValueShared::bytes(format.value.rows);
+}
+
+bool can_seal_blocks(const BlockSealArgs& args, int shared_bytes) {
+  const BlockSealGrids grids(args);
+  return std::max(grids.encode_bytes, grids.values_bytes) <= shared_bytes;
 }
 
 }  // namespace kvant::cuda

@@ -61,9 +61,6 @@ std::vector<std::uint16_t> calibrated_ranges(const PageLayout& layout, int kv_he
 // wait for each other. 0 for recipes without lists, or whose tokens are in an order of each head's own.
 std::size_t block_list_counts(const BlockSealArgs& args);
 
-// False where one token's values of all heads under a shared grid do not fit a block's shared memory.
-bool can_seal_blocks(const BlockSealArgs& args);
-
 // Extents of the launches, each (pages, y, z).
 struct BlockSealGrids {
   int prepare_y = 0;
@@ -75,6 +72,9 @@ struct BlockSealGrids {
 
   explicit BlockSealGrids(const BlockSealArgs& args);
 };
+// False where the kernels need more shared memory than a block has: one token's values of all heads under a shared
+// grid.
+bool can_seal_blocks(const BlockSealArgs& args, int shared_bytes);
 
 // Encodes the jobs' pages, BlockSealBatch::kJobs at a time. bfloat: the cache's type.
 void launch_block_seal(const BlockSealArgs& args, bool bfloat, std::span<const BlockSealJob> jobs, void* stream);

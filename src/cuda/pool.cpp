@@ -126,7 +126,7 @@ void PagePool::Impl::check_device() const {
 }
 
 bool PagePool::Impl::seals() const {
-  return block.present() ? can_seal_blocks(block_seal) : can_seal(format, layout, shape.kv_heads);
+  return block.present() ? can_seal_blocks(block_seal, most_shared_bytes()) : can_seal(format, layout, shape.kv_heads);
 }
 
 void PagePool::Impl::seal(std::span<const BlockSealJob> jobs, void* stream) const {

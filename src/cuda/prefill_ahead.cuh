@@ -52,7 +52,7 @@ __device__ __forceinline__ void unpack_stages(const DecodeArgs& args, const Stag
     if (two_raw && next(i) < coded_end) fetch(next(i));
     ring.wait_empty();
     Tiles::unpack(args, raw(i), sorted(i), pages.half(i), ring.keys(), ring.values(), boost_ranks);
-    ring.give_full_to_all(turns);
+    ring.give_full_to_all(args, turns);
     if (!two_raw && next(i) < coded_end) {
       ptx::meet<kBarrier, C::unpack_threads>();
       fetch(next(i));

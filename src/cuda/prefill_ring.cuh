@@ -26,6 +26,11 @@ class PageTurns {
   }
   // The block's own pages are 0 and 1 by turns.
   __device__ int parity(int page) const { return page >> (ranks_ - 1) & 1; }
+  // Whether the other block has query vectors. One without, which fills up the last cluster (the first block of it),
+  // only unpacks: nobody there waits for tiles, and a copy would come over those it is unpacking.
+  __device__ bool other_reads(const DecodeArgs& args) const {
+    return rank_ == 0 || static_cast<int>(gridDim.x - blockIdx.x) * C::vectors < args.rows * args.group;
+  }
 
  private:
   int rank_, ranks_;
@@ -61,10 +66,10 @@ class TileRing {
     give(full());
   }
   // The same, to the whole cluster. Each warp copies its share of the tiles to the other block.
-  __device__ __forceinline__ void give_full_to_all(const PageTurns<C>& turns) const {
+  __device__ __forceinline__ void give_full_to_all(const DecodeArgs& args, const PageTurns<C>& turns) const {
     static_assert(C::tile_bytes % (16 * C::unpack_warps) == 0);
     constexpr std::uint32_t bytes = C::tile_bytes / C::unpack_warps;
-    if (turns.ranks() > 1) {
+    if (turns.ranks() > 1 && turns.other_reads(args)) {
       ptx::proxy_fence();
       ptx::meet<1, C::unpack_threads>();
       const std::uint32_t from = ptx::shared_address(keys()) + C::unpack_thread() / 32 * bytes;

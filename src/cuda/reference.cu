@@ -118,9 +118,10 @@ template <bool Bfloat>
 struct BlockPages {
   const BlockFormat f;
 
-  // A page that is not read may be any bytes: the counts of its widths are still looked at.
+  // A page that is not read may be any bytes, of the exact ones where there is no other: the counts of its widths are
+  // still looked at.
   __device__ BlockReader<WidenPair<Bfloat>> get(const DecodeArgs& args, const std::uint8_t* page, int head) const {
-    return {f, page == nullptr ? args.pages : page, head, {}};
+    return {f, page != nullptr ? page : args.pages != nullptr ? args.pages : args.exact, head, {}};
   }
 };
 

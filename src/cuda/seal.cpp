@@ -34,7 +34,10 @@ std::size_t value_bytes(const DeviceFormat& format, int heads, int tokens) {
 
 // Two blocks fit a multiprocessor where few heads share a grid; the last resort is one.
 constexpr std::size_t kUsualBytes = 110 << 10;
-constexpr std::size_t kMostBytes = 220 << 10;
+
+std::size_t most_bytes() {
+  return static_cast<std::size_t>(most_shared_bytes());
+}
 
 }  // namespace
 
@@ -51,13 +54,14 @@ SealArgs make_seal_args(const DeviceFormat& format, const PageLayout& layout, in
   args.shared_grids = layout.value.shared_grid ? 1 : 0;
   args.value_tokens = 64;
   const int heads = args.shared_grids != 0 ? kv_heads : 1;
-  while (args.value_tokens > 4 && value_bytes(format, heads, args.value_tokens) > kUsualBytes) args.value_tokens /= 2;
+  const std::size_t usual = std::min(kUsualBytes, most_bytes());
+  while (args.value_tokens > 4 && value_bytes(format, heads, args.value_tokens) > usual) args.value_tokens /= 2;
   return args;
 }
 
 bool can_seal(const DeviceFormat& format, const PageLayout& layout, int kv_heads) {
   if (find_seal_kernel(format).function == nullptr) return false;
-  return !layout.value.shared_grid || value_bytes(format, kv_heads, 4) <= kMostBytes;
+  return !layout.value.shared_grid || value_bytes(format, kv_heads, 4) <= most_bytes();
 }
 
 void launch_seal(const DeviceFormat& format, const SealArgs& args, std::span<const SealJob> jobs, void* stream) {

@@ -88,6 +88,8 @@ TEST(BlockAheadEmulation, Clusters) {
     expect_same<96, 64, true>(recipe, 1, {200, 130, 2});
     expect_same<64, 64, false>(recipe, 1, {900, 70, 4, nullptr, 0, 0, 0, 5});
   }
+  // Three buffers, and three blocks of vectors of a cluster's four.
+  expect_same<128, 128, false>("kivi:k=8,v=8,sink=0,window=0", 1, {768, 130, 4});
   for (const auto& [name, rotation] : rotations(96)) {
     SCOPED_TRACE(name);
     expect_same<96, 96, false, true>("kvquant:k=3,v=3,sink=0,window=20,rope=before", 1,

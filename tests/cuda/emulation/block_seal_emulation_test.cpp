@@ -157,7 +157,7 @@ void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, 
   const std::vector<std::uint16_t> ranges = calibrated_ranges(layout, shape.kv_heads, shape.dtype);
   BlockSealBatch batch;
   batch.args = make_block_seal(recipe, layout, format);
-  ASSERT_TRUE(can_seal_blocks(batch.args));
+  ASSERT_TRUE(can_seal_blocks(batch.args, 227 << 10));
   batch.args.exact = exact.data();
   batch.args.exact_stride = static_cast<std::int64_t>(exact.size()) / pages;
   batch.args.pages = sealed.data();

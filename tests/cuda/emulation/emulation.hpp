@@ -241,6 +241,7 @@ inline void run_cluster(int threads, const std::function<void()>& kernel) {
     any = false;
     if (run % 3 == 2) std::shuffle(order.begin(), order.end(), random);
     for (const std::size_t warp : order) any = run_warp(warp) || any;
+    if (any) continue;  // copies between blocks end as late as they may
     for (auto& [key, barrier] : barriers) any = barrier.finish_copies() || any;
   }
   ++run;
