@@ -128,7 +128,7 @@ class Batch {
   // Appends rows tokens to every sequence: keys [sequence][row][kv_head][key_dim], rotated, values likewise, dense,
   // cache's type. Lengths grow on the device. Calls reserve() where room is missing. Throws Error(unsupported) where
   // the device cannot seal such pages: one grid per token over more channels of all KV heads than shared memory holds,
-  // some 11000 for the presets of waterfill and 53000 for other recipes. Their pages come by upload.
+  // some 11000 for the presets of waterfill and 53000 for other recipes with 227 KB. Their pages come by upload.
   void append(const void* keys, const void* values, int rows, void* stream);
   // Tells the host's side that a graph with such an append was launched once more. The append that was captured has
   // counted for the first launch.
