@@ -6,6 +6,7 @@
 // before their page is sealed have never been there.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "base/half.hpp"
@@ -57,6 +58,7 @@ void PageStore::Impl::check_queries(const ConstView& view) const {
     refuse("query heads are " + std::to_string(view.extent[1]) + "; those of earlier queries are " +
            std::to_string(probes->query_heads()));
   }
+  if (view.extent[0] < 0) refuse("queries have " + std::to_string(view.extent[0]) + " rows");
   if (view.extent[0] > 0 && view.data == nullptr) refuse("queries have no data");
   for_each_query(view, [&](std::int64_t row, std::int64_t head, const float* query) {
     std::uint32_t largest = 0;  // magnitudes order as their bits do, infinities and NaN come last
@@ -231,6 +233,11 @@ bool PageStore::weighs_queries() const {
 void PageStore::observe(std::span<const std::int64_t> cells, const ConstView& queries, const QueryScores& scores) {
   Impl& impl = *impl_;
   impl.check_queries(queries);
+  if (!std::isfinite(scores.scale) || !(scores.softcap >= 0) || !std::isfinite(scores.softcap)) {
+    base::fail(ErrorCode::invalid_argument, "scale is " + std::to_string(scores.scale) + ", softcap " +
+                                                std::to_string(scores.softcap) +
+                                                "; allowed: finite, softcap not negative");
+  }
   if (!cells.empty() && static_cast<std::int64_t>(cells.size()) != queries.extent[0]) {
     base::fail(ErrorCode::invalid_argument, "queries have " + std::to_string(queries.extent[0]) + " rows for " +
                                                 std::to_string(cells.size()) + " cells");

@@ -10,7 +10,7 @@
 namespace kvant::exact {
 
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
+  return a / b + (a % b > 0 ? 1 : 0);  // group sizes go to 2^63 - 1
 }
 
 inline float levels_of(int bits) {

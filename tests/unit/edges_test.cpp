@@ -103,6 +103,17 @@ TEST(Edges, RefusedQueriesLeaveACacheItsSize) {
   EXPECT_EQ(cache.length(), 40);
 }
 
+TEST(Edges, ObservedQueriesAreChecked) {
+  PageStore store(parse_recipe("zipcache"), {1, 64, 64, DType::f16}, 128);
+  const std::vector<float> row(64, 0.1F);
+  const auto observe = [&](std::int64_t rows, float scale, float softcap) {
+    store.observe({}, dense_view(row.data(), DType::f32, rows, 1, 64), {scale, softcap});
+  };
+  expect_error(ErrorCode::invalid_argument, {"-5 rows"}, [&] { observe(-5, 0, 0); });
+  expect_error(ErrorCode::invalid_argument, {"scale is nan"}, [&] { observe(1, std::nanf(""), 0); });
+  expect_error(ErrorCode::invalid_argument, {"softcap -1"}, [&] { observe(1, 0, -1); });
+}
+
 TEST(Edges, AttentionNamesWhatItCannotDo) {
   const CacheShape shape{1, 64, 64, DType::f16};
   const testing::Rows rows = testing::make_rows(shape, 8, 5);
