@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "base/checked.hpp"
 #include "cache/store.hpp"
@@ -51,6 +52,13 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
   impl.check_positions(cell_range(length_, count), positions);
   const std::int64_t page = impl.tokens();
   const std::int64_t cells_before = impl.cells;
+  // Rows that were exact and have become codes do not come back by forgetting what was added after them. A call that
+  // seals one page at most cannot fail behind that.
+  const auto sealed = [&](std::int64_t length) {
+    return std::max<std::int64_t>(0, length - impl.recipe.window) / page;
+  };
+  std::optional<PageStore> before;
+  if (impl.recipe.quantizes() && sealed(length_ + count) - sealed(length_) > 1) before.emplace(store_);
   impl.grow(std::max(impl.cells, (length_ + count + page - 1) / page * page));
   try {
     for (std::int64_t done = 0; done < count;) {
@@ -66,6 +74,10 @@ void Cache::append(const ConstView& keys, const ConstView& values, const ConstVi
       done += step;
     }
   } catch (...) {  // out of memory: what was added is forgotten again
+    if (before) {
+      store_ = std::move(*before);
+      throw;
+    }
     store_.forget(length_, impl.cells - length_);
     impl.rewind(length_);
     impl.grow(cells_before);

@@ -28,13 +28,15 @@ base::AlignedBytes PagePool::take(std::size_t bytes) {
   return base::allocate_aligned(bytes);
 }
 
-void PagePool::give(base::AlignedBytes buffer, std::size_t bytes) {
+void PagePool::give(base::AlignedBytes buffer, std::size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
-  for (Shelf& shelf : shelves_) {
-    if (shelf.bytes == bytes) return shelf.buffers.push_back(std::move(buffer));
+  try {
+    auto shelf = std::find_if(shelves_.begin(), shelves_.end(), [&](const Shelf& s) { return s.bytes == bytes; });
+    if (shelf == shelves_.end()) shelf = shelves_.insert(shelf, {bytes, {}});
+    shelf->buffers.push_back(std::move(buffer));
+  } catch (const std::bad_alloc&) {
+    // No room to note it: it is freed.
   }
-  shelves_.push_back({bytes, {}});
-  shelves_.back().buffers.push_back(std::move(buffer));
 }
 
 std::size_t PagePool::idle() const {
@@ -202,9 +204,6 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
   }
   const std::vector<std::vector<double>> sums = sums_at(ready);
   std::vector<std::vector<float>> moments = moments_at(ready, threads);
-  if (!query_sums.empty()) {
-    counts.blind_seals += std::count_if(sums.begin(), sums.end(), [](const auto& seen) { return seen.empty(); });
-  }
   // Values that share a grid are one item for all heads.
   const int value_items = layout.value.shared_grid ? 1 : shape.kv_heads;
   const std::int64_t per_page = shape.kv_heads + value_items;
@@ -241,6 +240,9 @@ void PageStore::Impl::seal(std::span<const std::int64_t> ready, int threads) {
     queries_seen = true;
   }
   counts.seals += static_cast<std::int64_t>(ready.size());
+  if (!query_sums.empty()) {
+    counts.blind_seals += std::count_if(sums.begin(), sums.end(), [](const auto& seen) { return seen.empty(); });
+  }
 }
 
 // ---- PageStore

@@ -16,7 +16,7 @@ namespace kvant {
 class PagePool {
  public:
   base::AlignedBytes take(std::size_t bytes);
-  void give(base::AlignedBytes buffer, std::size_t bytes);
+  void give(base::AlignedBytes buffer, std::size_t bytes) noexcept;
   std::size_t idle() const;
   void free_idle();
 

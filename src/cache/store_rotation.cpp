@@ -72,7 +72,7 @@ void PageStore::shift_keys(std::span<const std::int64_t> cells, std::span<const 
     base::fail(ErrorCode::invalid_argument, "distances has " + std::to_string(distances.size()) + " entries for " +
                                                 std::to_string(cells.size()) + " cells");
   }
-  const auto page_of = [&](std::int64_t cell) -> Page& {
+  const auto page_of = [&](std::int64_t cell) -> const Page& {
     return impl.pages[static_cast<std::size_t>(cell / impl.tokens())];
   };
   const auto token_of = [&](std::int64_t cell) { return static_cast<std::size_t>(cell % impl.tokens()); };
@@ -94,19 +94,22 @@ void PageStore::shift_keys(std::span<const std::int64_t> cells, std::span<const 
   if (twice != sorted.end()) {
     base::fail(ErrorCode::invalid_argument, "cell " + std::to_string(*twice) + " is named twice; allowed: once");
   }
+  PageStore moved(*this);  // memory may run out half way; sealed pages are shared
+  Impl& to = *moved.impl_;
   // Exact rows of sealed pages are shared between copies, and a moved one is no sink any more.
   for (std::size_t i = 0; i < cells.size(); ++i) {
-    if (is_moved(i) && page_of(cells[i]).exact[token_of(cells[i])]) impl.open(cells[i] / impl.tokens());
+    if (is_moved(i) && page_of(cells[i]).exact[token_of(cells[i])]) to.open(cells[i] / impl.tokens());
   }
   for (std::size_t i = 0; i < cells.size(); ++i) {
     if (!is_moved(i)) continue;
-    Page& page = page_of(cells[i]);
+    Page& page = to.pages[static_cast<std::size_t>(cells[i] / impl.tokens())];
     const std::size_t token = token_of(cells[i]);
     const auto distance = static_cast<std::int32_t>(distances[i]);
-    if (page.open) impl.turn_open(page, token, distance);
+    if (page.open) to.turn_open(page, token, distance);
     page.positions[token] = static_cast<std::int32_t>(page.positions[token] + distances[i]);
     page.exact.reset(token);
   }
+  *this = std::move(moved);
 }
 
 }  // namespace kvant

@@ -9,6 +9,7 @@
 namespace {
 
 std::atomic<std::int64_t> live{0};
+std::atomic<std::int64_t> left{-1};  // calls before the one that fails
 
 // Buffers that malloc maps one by one are rounded up to whole memory pages; whether it does depends on what was freed
 // before, so tests would depend on each other.
@@ -16,6 +17,10 @@ std::atomic<std::int64_t> live{0};
 
 void* counted(void* data) {
   if (data == nullptr) throw std::bad_alloc();
+  if (left >= 0 && left-- == 0) {
+    std::free(data);
+    throw std::bad_alloc();
+  }
   live += static_cast<std::int64_t>(malloc_usable_size(data));
   return data;
 }
@@ -31,8 +36,11 @@ void* operator new(std::size_t size) {
   return counted(std::malloc(size));
 }
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  void* data = std::malloc(size);
-  return data == nullptr ? nullptr : counted(data);
+  try {
+    return ::operator new(size);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 void* operator new(std::size_t size, std::align_val_t alignment) {
   const auto boundary = static_cast<std::size_t>(alignment);
@@ -82,6 +90,9 @@ namespace kvant::testing {
 
 std::int64_t live_bytes() {
   return live;
+}
+void fail_allocation_after(std::int64_t count) {
+  left = count;
 }
 
 }  // namespace kvant::testing

@@ -7,5 +7,7 @@
 namespace kvant::testing {
 
 std::int64_t live_bytes();
+// `count` more calls of operator new succeed and one fails; negative: none does.
+void fail_allocation_after(std::int64_t count);
 
 }  // namespace kvant::testing

@@ -96,6 +96,64 @@ TEST(Bytes, FallAfterTrimAndClear) {
   }
 }
 
+// Whatever allocation fails, the object is as it was, and the same call after it does what it would have done.
+template <class Object, class Call, class Bytes>
+void expect_all_or_nothing(const char* recipe, const Object& before, const Call& call, const Bytes& bytes) {
+  SCOPED_TRACE(recipe);
+  const auto was = bytes(before);
+  Object done = before;
+  call(done);
+  const auto becomes = bytes(done);
+  for (std::int64_t after = 0;; after += 1 + after / 8) {
+    Object copy = before;
+    testing::fail_allocation_after(after);
+    bool failed = false;
+    try {
+      call(copy);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    testing::fail_allocation_after(-1);
+    if (!failed) return;
+    ASSERT_EQ(bytes(copy), was) << "allocation " << after;
+    call(copy);
+    ASSERT_EQ(bytes(copy), becomes) << "after allocation " << after;
+  }
+}
+
+TEST(Bytes, FailedAllocationsChangeNothing) {
+  const CacheShape shape{2, 16, 16, DType::f16};
+  const auto rows = testing::random_floats(std::size_t{700} * 2 * 16, 5);
+  const auto view = [&](std::int64_t first, std::int64_t count) {
+    return dense_view(rows.data() + first * 2 * 16, DType::f32, count, 2, 16);
+  };
+  for (const char* recipe :
+       {"f16", "kivi:page=32,window=0,sink=4", "kitty:page=32,window=20", "waterfill:page=32,window=20,feedback=1",
+        "zipcache:page=32,window=0,sink=4", "zipcache:page=32,window=20", "kvquant:page=32,window=20,rope=before"}) {
+    Cache cache(parse_recipe(recipe), shape);
+    if (cache.store().needs_rotation()) cache.set_key_rotation(make_rotation({RotaryPairs::halves, 16}));
+    cache.append(view(0, 90), view(0, 90), view(0, 90));
+    const auto image = [](const Cache& c) { return c.save(); };
+    for (const std::int64_t count : {1, 70, 600}) {
+      const auto append = [&](Cache& c) { c.append(view(90, count), view(90, count), view(90, count)); };
+      expect_all_or_nothing(recipe, cache, append, image);
+    }
+    expect_all_or_nothing(
+        recipe, cache, [](Cache& c) { c.trim(33); }, image);
+    if (!cache.store().needs_rotation()) continue;
+    std::vector<std::int64_t> cells(90);
+    std::iota(cells.begin(), cells.end(), 0);
+    const std::vector<std::int64_t> distances(90, 7);
+    expect_all_or_nothing(
+        recipe, cache.store(), [&](PageStore& s) { s.shift_keys(cells, distances); },
+        [&](const PageStore& s) {
+          std::vector<float> keys(90 * 2 * 16);
+          s.read(Side::key, cells, dense_view(keys.data(), DType::f32, 90, 2, 16));
+          return keys;
+        });
+  }
+}
+
 TEST(Bytes, WorkspaceIsCounted) {
   const CacheShape shape{8, 128, 128, DType::f16};
   PageStore store(parse_recipe("kivi"), shape, 256);
