@@ -12,7 +12,7 @@ enum class ErrorCode {
   not_finite,        // NaN or infinity in an input, or a value the storage type cannot hold
   unsupported,       // a combination that this build or this machine cannot do
   bad_format,        // bytes or text that do not follow docs/format.md
-  out_of_memory,     // a size that overflows or an allocation that failed
+  out_of_memory,     // a size that overflows, device memory or a pool that is used up; else std::bad_alloc
 };
 
 // The stable text of a code, for example "invalid_argument".
