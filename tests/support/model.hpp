@@ -209,14 +209,15 @@ class SealCheck {
       from[i] /= factor;
       to[i] /= factor;
     }
-    const auto [min, max] = std::minmax_element(from.begin(), from.end());
+    const double min = *std::min_element(from.begin(), from.end());
+    const double max = *std::max_element(from.begin(), from.end());
     // Rotated or divided endpoints are no values of the cache's type.
     const double precision = shape_.dtype == DType::bf16 ? 1.0 / 256 : (shape_.dtype == DType::f16 ? 1.0 / 2048 : 1e-6);
     const bool rounded = tile.rotation > 1 || tile.channel_factors;
-    const double rounding = rounded ? precision * std::max(std::fabs(*min), std::fabs(*max)) + 1e-7 : 0;
+    const double rounding = rounded ? precision * std::max(std::fabs(min), std::fabs(max)) + 1e-7 : 0;
     const auto limit = [&](std::size_t head) {
       const int bits = value_bits(store_.recipe(), salient_[head][static_cast<std::size_t>(t)]);
-      return detail::half_step(*min, *max, bits, shape_.dtype) + rounding;
+      return detail::half_step(min, max, bits, shape_.dtype) + rounding;
     };
     if (!tile.channel_factors)
       return compare(from, to, limit(static_cast<std::size_t>(first_head)), tile.least_squares);
