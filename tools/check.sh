@@ -3,7 +3,7 @@
 source "$(dirname "$0")/common.sh"
 
 cd "$ROOT"
-mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.h')
+mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.h' '*.cu' '*.cuh')
 for tool in clang-format clang-tidy; do
   command -v "$tool" >/dev/null || die "$tool was not found (tools/setup.sh packages installs it)"
 done

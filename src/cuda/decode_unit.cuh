@@ -340,7 +340,8 @@ __device__ __forceinline__ void mix_unit(WarpState<C>& state, const Lane& lane, 
                                          float (&s)[C::n_tiles][C::token_tiles][2]) {
   constexpr int halves = C::unit_tokens / 64;
   float low[C::token_tiles][2], range[C::token_tiles][2];
-  float widest = C::bfloat ? 1e-20F : 1e-8F;  // below the least step of f16; weights over it must stay far from infinity
+  float widest =
+      C::bfloat ? 1e-20F : 1e-8F;  // below the least step of f16; weights over it must stay far from infinity
 #pragma unroll
   for (int h = 0; h < halves; ++h) {
     const std::uint8_t* ends = tile + h * C::value.half_bytes() + lane.g * 16;
