@@ -9,6 +9,7 @@
 
 #include "cuda/attend.hpp"
 #include "cuda/host/host.hpp"
+#include "support/data.hpp"
 
 namespace kvant::cuda::host {
 
@@ -57,16 +58,6 @@ inline std::string dump(const Sequence& sequence) {
   for (const std::int32_t page : s.tail) out << ' ' << page;
   out << ", sinks " << s.sinks << " on " << s.sink_page << ", blind " << s.blind_seals;
   return out.str();
-}
-
-template <class Call>
-void expect_refused(const char* word, const Call& call) {
-  try {
-    call();
-    ADD_FAILURE() << "not refused: " << word;
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
-  }
 }
 
 }  // namespace kvant::cuda::host
