@@ -117,8 +117,7 @@ kvant_status kvant_cuda_batch_seal_ready(kvant_cuda_batch* batch, void* stream, 
 /* ---- attention */
 
 typedef enum kvant_cuda_path {
-  KVANT_CUDA_AUTOMATIC =
-      0, /* integer up to 8 rows, prefill beyond and with rope=before; reference where this build has none */
+  KVANT_CUDA_AUTOMATIC = 0, /* integer up to 8 rows, prefill beyond; reference where this build has none */
   KVANT_CUDA_INTEGER = 1,
   KVANT_CUDA_PREFILL = 2,
   KVANT_CUDA_REFERENCE = 3

@@ -164,9 +164,10 @@ struct AttendOptions {
 
 // Which kernel serves a plan.
 enum class AttendPath : std::uint8_t {
-  automatic,  // integer up to 8 rows (not with rope=before), prefill beyond, where this build has the shape; reference
-              // elsewhere
-  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows (pages that are CPU blocks: to 32 vectors per KV head)
+  automatic,  // integer up to 8 rows, prefill beyond, where this build has the shape; reference elsewhere
+  integer,    // 8-bit tensor cores from the codes, 1 to 8 rows (pages that are CPU blocks: to 32 vectors per KV head).
+              // With rope=before keys are 16-bit numbers, to 16 vectors, and of a rotation of halves a multiple of 32
+              // channels is turned; the other rotations have prefill alone
   prefill,    // 16-bit tensor cores over tiles that are dequantized once per block of rows, any number of rows
   reference,  // plain binary64 arithmetic, slow: the cross-check
 };

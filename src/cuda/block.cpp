@@ -18,6 +18,7 @@ namespace {
 constexpr int kMostShared = 227 * 1024;  // bytes that any device gives a block
 constexpr int kFewRows = 8;              // of the integer path
 constexpr int kFewVectors = 32;          // up to here blocks of 4 vectors are faster than those of 64 and more
+constexpr int kFewTurnedVectors = 16;    // the same of keys before RoPE
 
 std::vector<BlockKernel> collect() {
   std::vector<BlockKernel> kernels;
@@ -36,6 +37,13 @@ std::optional<DeviceFormat> tuned_format(const Recipe& recipe, const CacheShape&
   }
 }
 
+// Whether the kernel knows how the format's keys are to be turned, if they are.
+bool turns(const BlockKernel& kernel, const BlockFormat& format) {
+  if (kernel.before_rope != (format.before_rope != 0)) return false;
+  if (!kernel.before_rope || !kernel.few) return true;
+  return format.turns.places != nullptr && has_table(format.key.codes) && format.tokens_offset < 0;
+}
+
 }  // namespace
 
 std::span<const BlockKernel> block_kernels() {
@@ -47,13 +55,14 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
                                                int group, AttendPath path) {
   std::optional<PrefillKernel> best;
   if (!format.present()) return best;
+  const int few_vectors = format.before_rope != 0 ? kFewTurnedVectors : kFewVectors;
   const bool want_few =
-      path == AttendPath::integer || (path != AttendPath::prefill && rows <= kFewRows && rows * group <= kFewVectors);
+      path == AttendPath::integer || (path != AttendPath::prefill && rows <= kFewRows && rows * group <= few_vectors);
   const bool strict = path == AttendPath::integer || path == AttendPath::prefill;
   const int most = most_shared_bytes();
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.value_dim != device.value.dim || kernel.bfloat != device.bfloat) continue;
-    if (kernel.before_rope != (format.before_rope != 0) || kernel.team > 1) continue;
+    if (!turns(kernel, format) || kernel.team > 1) continue;
     if (kernel.key_dim != 0 && kernel.key_dim != device.key.dim) continue;
     const int bytes = kernel.shared_bytes(format, kernel.threads);
     if (bytes > most || ((best || strict) && kernel.few != want_few)) continue;
@@ -70,6 +79,7 @@ std::optional<PrefillKernel> find_block_kernel(const DeviceFormat& device, const
 
 std::optional<PrefillKernel> find_team_kernel(const DeviceFormat& device, const BlockFormat& format, int teams) {
   const int most = most_shared_bytes();
+  if (format.before_rope != 0) return std::nullopt;
   for (const BlockKernel& kernel : block_kernels()) {
     if (kernel.team == 1 || kernel.key_dim != device.key.dim || kernel.value_dim != device.value.dim) continue;
     if (kernel.bfloat != device.bfloat) continue;

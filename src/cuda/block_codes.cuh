@@ -42,9 +42,6 @@ struct RowWords {
 constexpr int pair_distance(BlockCodes codes) {
   return codes == BlockCodes::table4 ? 1 : 2;
 }
-constexpr bool has_table(BlockCodes codes) {
-  return codes == BlockCodes::table2 || codes == BlockCodes::table3 || codes == BlockCodes::table4;
-}
 
 __device__ __forceinline__ std::uint32_t load_word(const std::uint8_t* at) {
   return *reinterpret_cast<const std::uint32_t*>(at);

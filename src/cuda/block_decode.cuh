@@ -4,18 +4,21 @@
 // added one by one.
 #pragma once
 
-#include "cuda/block_scores.cuh"
+#include "cuda/block_scores_turned.cuh"
 #include "cuda/decode_merge.cuh"
 #include "cuda/prefill_stages.cuh"
 
 namespace kvant::cuda {
 
+template <class C>
+using ScoresOf = std::conditional_t<C::turned, BlockTurnedScores<C>, BlockScores<C>>;
+
 // A warp with one page after another.
 template <class C>
-class BlockWarp : public BlockScores<C> {
+class BlockWarp : public ScoresOf<C> {
  public:
   __device__ BlockWarp(const DecodeArgs& args, const BlockFormat& format, const Segment& segment, std::uint8_t* shared)
-      : BlockScores<C>(args, format, segment, shared) {
+      : ScoresOf<C>(args, format, segment, shared) {
     if constexpr (C::team == 1) see_lengths();
   }
 
@@ -336,9 +339,9 @@ __device__ void merge_warps_and_parts(const DecodeArgs& args, const VectorBlock&
 
 // Grid: (blocks of vectors, KV heads, sequences * parts).
 template <class C>
-__global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
-                                              : C::key.dim > 128 ? 3
-                                                                 : 4)
+__global__ void __launch_bounds__(C::threads, C::value.dim > 128              ? 2
+                                              : C::key.dim > 128 || C::turned ? 3
+                                                                              : 4)
     block_decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ ReferenceArgs layout,
                         int parts, const __grid_constant__ BlockFormat format) {
   extern __shared__ __align__(128) std::uint8_t shared[];
@@ -371,10 +374,15 @@ __global__ void __launch_bounds__(C::threads, C::value.dim > 128 ? 2
   worker.fetch_keys(page);
   for (int i = pages.begin + warp; i < pages.end; i += C::warps) {
     worker.wait_keys();
-    worker.score();
+    const int position = (first_page + i) * kPage;
+    if constexpr (C::turned) {
+      worker.score(position);
+    } else {
+      worker.score();
+    }
     worker.fetch_values(page);
     worker.wait_values();
-    worker.mix(page, (first_page + i) * kPage, state);
+    worker.mix(page, position, state);
     page = page_of(i + C::warps);
     worker.fetch_keys(page);
   }

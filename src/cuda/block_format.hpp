@@ -86,20 +86,46 @@ struct BlockTile {
   BlockOutliers outliers;
 };
 
+// Where the kernel for few vectors has a pair of channels: in a unit of 16 pairs, as one of the four of lanes with
+// t = `lane`.
+struct TurnPlace {
+  int unit = 0;
+  int lane = 0;
+  int slot = 0;
+  int first = 0;  // its channels
+  int second = 0;
+};
+
 // The rotation of keys that pages hold as they were before RoPE (block_turn.hpp). Pair p is the channels p * step and
 // that + distance; channels from 2 * pairs on are not turned.
 struct BlockTurns {
   const double* turns = nullptr;   // [pairs] what part of a turn a pair moves per position
   const float* offsets = nullptr;  // [kTile][padded] cosine and sine of 0 to 15 positions
-  std::int32_t pairs = 0;          // 0: keys are those after RoPE, or the rotation is not known yet
-  std::int32_t padded = 0;         // pairs, a multiple of four: those too many do not turn
+  // Cosine and sine at each token of a page, in the order of turn_entry(). Null: halves of a number of pairs that is no
+  // multiple of 16, which few vectors have no kernel for.
+  const float* places = nullptr;
+  std::int32_t pairs = 0;   // 0: keys are those after RoPE, or the rotation is not known yet
+  std::int32_t padded = 0;  // pairs, a multiple of four: those too many do not turn
   std::int32_t step = 1;
   std::int32_t distance = 1;
   float magnitude = 1;
 
   KVANT_BOTH constexpr int first(int pair) const { return pair * step; }
   KVANT_BOTH constexpr int second(int pair) const { return pair * step + distance; }
+  KVANT_BOTH constexpr bool adjacent() const { return step == 2; }
+  // pair: below key_dim / 2; from `pairs` on of channels that do not turn.
+  KVANT_BOTH constexpr TurnPlace place(int pair) const {
+    const int in = pair % kTile;
+    if (adjacent()) return {pair / kTile, in % 8 / 2, in / 8 * 2 + in % 2, 2 * pair, 2 * pair + 1};
+    const int first = pair < pairs ? pair : 2 * pair - in;
+    return {pair / kTile, in / kFour, in % kFour, first, first + (pair < pairs ? pairs : kTile)};
+  }
 };
+// Where in BlockTurns::places a pair's cosine at a token of a page is; its sine is two on.
+KVANT_BOTH constexpr int turn_entry(int key_dim, int token, const TurnPlace& place) {
+  const int half = (token / kTile * (key_dim / 32) + place.unit) * 2 + token % kTile / 8;
+  return ((2 * half + place.slot / 2) * 32 + 4 * (token % 8) + place.lane) * 4 + place.slot % 2;
+}
 
 struct BlockFormat {
   BlockTile key;
@@ -216,6 +242,10 @@ KVANT_BOTH inline int block_grid_index(const BlockFormat& format, const BlockTil
   return tile.shared_grid != 0 && format.tokens_offset >= 0 ? head[format.tokens_offset + i] : i;
 }
 
+// Codes that say a step of the grid by a table of 4, 8 or 16.
+KVANT_BOTH constexpr bool has_table(BlockCodes codes) {
+  return codes == BlockCodes::table2 || codes == BlockCodes::table3 || codes == BlockCodes::table4;
+}
 KVANT_BOTH constexpr int block_table_entry(const BlockTile& tile, int code) {
   return static_cast<int>(tile.table[code / 4] >> (code % 4 * 8) & 0xFFU);
 }

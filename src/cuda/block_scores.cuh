@@ -64,6 +64,36 @@ class BlockScores : public BlockSlot<C> {
   using Slot::warp_max;
   using Slot::widen;
 
+  // to: where the scores of the tile's row 0 go. with_outliers: on top of what outliers add to them, which is there.
+  __device__ __forceinline__ void store_scores(const BlockTile& tile, int chunk, bool with_outliers, float (&s)[4][2],
+                                               float* to) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = 64 * chunk + kTile * j + 8 * e + owner_.g;
+        if (row >= tile.rows) continue;
+        if (with_outliers) s[j][e] = fmaf(static_cast<float>(reinterpret_cast<int*>(to)[row]), key_unit_, s[j][e]);
+        to[row] = s[j][e];
+      }
+    }
+  }
+  // A key channel's range, and what its lowest and its highest code say.
+  struct CodeEnds {
+    float low, high, low_code, high_code;
+  };
+  __device__ __forceinline__ CodeEnds code_ends(int channel) const {
+    const BlockTile& tile = f_.key;
+    const float low = widen(raw() + tile.min_offset + 2 * channel);
+    const float high = widen(raw() + tile.max_offset + 2 * channel);
+    const float step = (high - low) * (1.0F / kTableStepsOnDevice);
+    const auto level = [&](int code) { return static_cast<float>(block_table_entry(tile, code)); };
+    return {low, high, fmaf(level(0), step, low), fmaf(level((1 << tile.table_bits) - 1), step, low)};
+  }
+
+  float scale_;         // of scores of vector t: queries in shared memory are scaled to a peak of 1
+  float key_unit_ = 0;  // of fixed_scores() in scores of vector t; 0: nothing there
+
  private:
   __device__ __forceinline__ void scale_queries(std::uint8_t* shared) {
     float largest[4] = {1e-30F, 1e-30F, 1e-30F, 1e-30F};
@@ -188,21 +218,6 @@ class BlockScores : public BlockSlot<C> {
       }
     }
   }
-  // to: where the scores of the tile's row 0 go. with_outliers: on top of what outliers add to them, which is there.
-  __device__ __forceinline__ void store_scores(const BlockTile& tile, int chunk, bool with_outliers, float (&s)[4][2],
-                                               float* to) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = 64 * chunk + kTile * j + 8 * e + owner_.g;
-        if (row >= tile.rows) continue;
-        if (with_outliers) s[j][e] = fmaf(static_cast<float>(reinterpret_cast<int*>(to)[row]), key_unit_, s[j][e]);
-        to[row] = s[j][e];
-      }
-    }
-  }
-
   // A warp alone.
   __device__ __forceinline__ void score_tile(const BlockTile& tile, int number) {
     const float2 turn = prepare_keys(tile, number);
@@ -304,16 +319,10 @@ class BlockScores : public BlockSlot<C> {
     if constexpr (C::team == 1) clear(fixed_scores(0), C::vectors * C::s_stride);
     const float factor = kFixedRange * ptx::reciprocal(bound);
     key_unit_ = bound * scale_ * (1.0F / kFixedRange);
-    const auto low_level = static_cast<float>(block_table_entry(tile, 0));
-    const auto high_level = static_cast<float>(block_table_entry(tile, (1 << tile.table_bits) - 1));
     __syncwarp();
 #pragma unroll 2
     for (int channel = 32 * rank_ + lane_; channel < C::key.dim; channel += C::team_threads) {
-      const float low = widen(raw() + tile.min_offset + 2 * channel);
-      const float high = widen(raw() + tile.max_offset + 2 * channel);
-      const float step = (high - low) * (1.0F / kTableStepsOnDevice);
-      const float low_end = fmaf(low_level, step, low);
-      const float high_end = fmaf(high_level, step, low);
+      const CodeEnds ends = code_ends(channel);
       const float4 q = query(channel);
       const float parts[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll 1
@@ -324,8 +333,8 @@ class BlockScores : public BlockSlot<C> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float value = i == 0 ? x.x : x.y;
-          if (value >= low && value <= high) continue;
-          const float rest = (value - (value > high ? high_end : low_end)) * factor;
+          if (value >= ends.low && value <= ends.high) continue;
+          const float rest = (value - (value > ends.high ? ends.high_code : ends.low_code)) * factor;
           int* to = fixed_scores(0) + (i == 0 ? rows & 0xFFU : rows >> 8);
 #pragma unroll
           for (int k = 0; k < C::vectors; ++k) atomicAdd(to + k * C::s_stride, fixed_product(parts[k], rest));
@@ -333,9 +342,8 @@ class BlockScores : public BlockSlot<C> {
       }
     }
   }
+
   const float* scales_ = nullptr;  // a team's: scale_ of every vector
-  float scale_;                    // of scores of vector t: queries in shared memory are scaled to a peak of 1
-  float key_unit_ = 0;             // of fixed_scores() in scores of vector t; 0: nothing there
 };
 
 }  // namespace kvant::cuda

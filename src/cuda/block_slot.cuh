@@ -7,14 +7,16 @@
 namespace kvant::cuda {
 
 // Team: warps that share a page. 1: each has its own, and the most warps run. 4: a page is done sooner, for calls with
-// few of them; a thread block has as many teams as the launch has threads for.
-template <int KeyDim, int ValueDim, bool Bfloat, int Team = 1>
+// few of them; a thread block has as many teams as the launch has threads for. Turned: keys are those before RoPE
+// (block_scores_turned.cuh).
+template <int KeyDim, int ValueDim, bool Bfloat, int Team = 1, bool Turned = false>
 struct BlockDecodeConfig {
   static constexpr KeyFormat key{2, KeyDim};  // formats: for their dimensions
   static constexpr ValueFormat value{2, ValueDim};
   static constexpr ExactFormat exact{KeyDim, ValueDim};
   static constexpr bool sorted = true;  // queries are in shared memory
   static constexpr bool bfloat = Bfloat;
+  static constexpr bool turned = Turned;
   static constexpr int n_tiles = 1;
   static constexpr int vectors = 4;
   static constexpr int team = Team;
@@ -47,7 +49,10 @@ struct BlockDecodeConfig {
   static constexpr int score_sets = Team == 1 ? 1 : 2;
   static constexpr int score_bytes = vectors * s_stride * 4;
   static constexpr int x_offset = score_sets * score_bytes;
-  static constexpr int x_bytes = 2 * vectors * x_stride * 4;  // of one key tile
+  static constexpr int turned_query_bytes = 32 * 16;  // of 16 pairs of channels
+  static constexpr int turned_grid_bytes = 16 * 16;
+  static constexpr int x_bytes =  // of one key tile
+      Turned ? steps * (turned_query_bytes + turned_grid_bytes) : 2 * vectors * x_stride * 4;
   static constexpr int all_x_bytes = Team == 1 ? x_bytes : 2 * x_bytes;
   static constexpr int grid_bytes = kPage * 8;
   static constexpr int grid_offset = Team == 1 ? x_offset : x_offset + all_x_bytes;

@@ -12,13 +12,15 @@ namespace kvant::cuda {
 struct TurnTables {
   std::vector<double> turns;
   std::vector<float> offsets;
-  BlockTurns plain;  // without arrays
+  std::vector<float> places;  // empty: BlockTurns::places is null
+  BlockTurns plain;           // without arrays
 
   // Where the arrays lie, here or on the device.
-  BlockTurns at(const double* turns_at, const float* offsets_at) const {
+  BlockTurns at(const double* turns_at, const float* offsets_at, const float* places_at) const {
     BlockTurns result = plain;
     result.turns = turns_at;
     result.offsets = offsets_at;
+    result.places = places.empty() ? nullptr : places_at;
     return result;
   }
 };

@@ -157,7 +157,7 @@ int PagePool::free_exact_pages() const {
 }
 std::size_t PagePool::bytes() const {
   return impl_->pages.bytes() + impl_->exact.bytes() + impl_->invalid.bytes() + impl_->key_ranges.bytes() +
-         impl_->list_counts.bytes() + impl_->turns.bytes() + impl_->turn_offsets.bytes();
+         impl_->list_counts.bytes() + impl_->turns.bytes() + impl_->turn_offsets.bytes() + impl_->turn_places.bytes();
 }
 std::int64_t PagePool::invalid_values(void* stream) const {
   unsigned long long count = 0;

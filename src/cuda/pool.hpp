@@ -44,6 +44,7 @@ struct PagePool::Impl {
   DeviceBuffer<std::uint32_t> list_counts;   // BlockSealArgs::list_counts
   DeviceBuffer<double> turns;                // BlockTurns::turns
   DeviceBuffer<float> turn_offsets;          // BlockTurns::offsets
+  DeviceBuffer<float> turn_places;           // BlockTurns::places
   std::optional<KeyRotation> rotation;       // of recipes with keys before RoPE, once the host has given it
   Numbers page_numbers;
   Numbers exact_numbers;

@@ -25,10 +25,14 @@ void PagePool::set_key_rotation(const KeyRotation& rotation) {
   DeviceBuffer<float> offsets(tables.offsets.size());
   turns.copy_from(tables.turns.data(), tables.turns.size());
   offsets.copy_from(tables.offsets.data(), tables.offsets.size());
+  DeviceBuffer<float> places(tables.places.size());
+  places.copy_from(tables.places.data(), tables.places.size());
   impl.rotation = rotation;
   impl.turns = std::move(turns);
   impl.turn_offsets = std::move(offsets);
-  impl.block.turns = impl.block_seal.format.turns = tables.at(impl.turns.get(), impl.turn_offsets.get());
+  impl.turn_places = std::move(places);
+  impl.block.turns = impl.block_seal.format.turns =
+      tables.at(impl.turns.get(), impl.turn_offsets.get(), impl.turn_places.get());
 }
 
 void PagePool::Impl::check_rotation() const {

@@ -39,11 +39,18 @@ TEST(GpuBeforeRope, EveryKernelOfTheBuild) {
         shape.recipe = kRecipe;
         shape.cache = {2, key_dim, kernel.value_dim, kernel.bfloat ? DType::bf16 : DType::f16};
         shape.rotation = rotation;
-        shape.rows = rotation.pairs == RotaryPairs::halves ? 30 : 2;
+        shape.rows = kernel.few ? 2 : 30;
         shape.lengths = {900, 130, 257};
         const Twins twins(shape);
         const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
         ASSERT_TRUE(plan.impl().block) << text_of(shape);
+        if (kernel.few) {
+          const bool fits = rotation.pairs == RotaryPairs::adjacent || rotation.frequencies.size() % 16 == 0;
+          EXPECT_EQ(plan.impl().block->function == kernel.function, fits) << text_of(shape);
+          served = true;
+          expect_blocks(shape);
+          continue;
+        }
         if (plan.impl().block->function != kernel.function) {  // that of sm_90a takes all that it has room for
           EXPECT_NE(plan.impl().block->wgmma, kernel.wgmma) << text_of(shape);
           continue;
@@ -52,14 +59,15 @@ TEST(GpuBeforeRope, EveryKernelOfTheBuild) {
         expect_blocks(shape);
       }
     }
-    EXPECT_EQ(served, kernel.key_dim < 256) << kernel.key_dim << "x" << kernel.value_dim;
+    EXPECT_EQ(served, kernel.few || kernel.key_dim < 256) << kernel.key_dim << "x" << kernel.value_dim;
   }
 }
 
 TEST(GpuBeforeRope, WindowsSinksAndGroups) {
   KVANT_NEEDS_GPU();
   for (const char* options : {",sink=0", ",sink=40", ",sink=128", ",sink=5,window=0"}) {
-    for (const auto& [rows, group, window] : {std::tuple{1, 1, 0}, {3, 8, 100}, {70, 4, 300}, {8, 5, 5000}}) {
+    for (const auto& [rows, group, window] :
+         {std::tuple{1, 1, 0}, {2, 3, 150}, {1, 16, 0}, {3, 8, 100}, {70, 4, 300}, {8, 5, 5000}}) {
       const std::string recipe = std::string(kRecipe) + options;
       Shape shape;
       shape.recipe = recipe.c_str();
@@ -72,10 +80,11 @@ TEST(GpuBeforeRope, WindowsSinksAndGroups) {
   }
 }
 
-TEST(GpuBeforeRope, OtherPathsAreRefused) {
+TEST(GpuBeforeRope, PathsWithoutKernelAreRefused) {
   KVANT_NEEDS_GPU();
   Shape shape;
   shape.recipe = kRecipe;
+  shape.rotation = make_rotation_of(RotaryPairs::halves, 14, 1);
   const Twins twins(shape);
   expect_refused([&] { AttendPlan(twins.batch, twins.query_heads(), 1, {}, 128, AttendPath::integer); }, "integer",
                  "kernel");

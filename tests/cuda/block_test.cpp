@@ -68,7 +68,8 @@ double decoding_error(const Cache& cache, int head) {
   const auto block = cache.store().sealed_block(1);
   BlockFormat format = make_block_format(cache.recipe(), shape);
   const TurnTables tables = make_turn_tables(usual_rotation(shape), shape.key_dim);
-  if (format.before_rope != 0) format.turns = tables.at(tables.turns.data(), tables.offsets.data());
+  if (format.before_rope != 0)
+    format.turns = tables.at(tables.turns.data(), tables.offsets.data(), tables.places.data());
   const PageStore::Impl& store = cache.store().impl();
   const BlockReader<HostWiden> reader(format, reinterpret_cast<const std::uint8_t*>(block.data()), head, {shape.dtype});
   std::vector<float> keys(static_cast<std::size_t>(shape.key_dim * kPage));

@@ -175,9 +175,11 @@ static void test_key_rotation(void) {
   CHECK(kvant_cuda_pool_set_key_rotation(pool, &rotation) == KVANT_INVALID_ARGUMENT);
   CHECK(kvant_cuda_batch_seal_ready(batch, NULL, &sealed) == KVANT_OK && sealed == 3);
   CHECK(kvant_cuda_plan_create(batch, QUERY_HEADS, 1, NULL, &plan) == KVANT_OK);
-  CHECK(kvant_cuda_plan_path(plan, &path) == KVANT_OK && path == KVANT_CUDA_PREFILL);
+  CHECK(kvant_cuda_plan_path(plan, &path) == KVANT_OK && path == KVANT_CUDA_INTEGER);
   kvant_cuda_plan_destroy(plan);
   run_plan(batch, 1, KVANT_CUDA_REFERENCE, q, want);
+  run_plan(batch, 1, KVANT_CUDA_INTEGER, q, got);
+  CHECK(relative_error(got, want, count) < 1e-3);
   run_plan(batch, 1, KVANT_CUDA_PREFILL, q, got);
   CHECK(relative_error(got, want, count) < 1e-3);
 

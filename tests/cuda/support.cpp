@@ -120,6 +120,7 @@ void expect_agreement(const Shape& shape, unsigned seed) {
 // A warp per page, and teams in one part and in several.
 static void expect_few_forms(const Twins& twins, const Twins::Result& cpu) {
   for (const TeamSplit& split : {TeamSplit{0, 1}, TeamSplit{1, 3}, TeamSplit{2, 1}, TeamSplit{4, 2}}) {
+    if (split.teams > 0 && twins.pool.needs_rotation()) continue;  // teams know no angles
     const AttendPlan plan(twins.batch, twins.query_heads(), twins.shape.rows, twins.shape.options);
     auto& impl = const_cast<AttendPlan::Impl&>(plan.impl());
     impl.split_few(split, impl.describe_sequences(0, 1));
@@ -137,7 +138,6 @@ void expect_blocks(const Shape& shape, unsigned seed) {
   const Twins::Result cpu = twins.on_cpu();
   const AttendPlan plan(twins.batch, twins.query_heads(), shape.rows, shape.options);
   ASSERT_NE(plan.path(), AttendPath::reference);
-  ASSERT_TRUE(!twins.pool.needs_rotation() || plan.path() == AttendPath::prefill);
   EXPECT_NE(plan.describe().find("CPU blocks"), std::string::npos) << plan.describe();
   const Twins::Result gpu = twins.on_gpu(plan);
   const double error = relative_error(gpu.out, cpu.out);
@@ -146,6 +146,9 @@ void expect_blocks(const Shape& shape, unsigned seed) {
   EXPECT_LE(relative_error(gpu.lse, cpu.lse), 1e-3) << "log-sum-exp";
   std::printf("[ error    ] %.2e %s\n", error, text_of(shape).c_str());
   if (plan.path() == AttendPath::integer) expect_few_forms(twins, cpu);
+  if (twins.pool.needs_rotation()) {
+    EXPECT_LE(relative_error(twins.on_gpu(AttendPath::prefill).out, cpu.out), bfloat ? 5e-3 : 1e-3) << "many vectors";
+  }
   const Twins::Result reference = twins.on_gpu(AttendPath::reference);
   EXPECT_LE(relative_error(reference.out, cpu.out), bfloat ? 3e-3 : 4e-4) << "reference";
   EXPECT_LE(relative_error(reference.lse, cpu.lse), 1e-3) << "reference, log-sum-exp";

@@ -125,13 +125,14 @@ def test_keys_before_rope():
     assert calls.seal_ready() == 3
     with pytest.raises(ValueError, match="rotation"):
         pool.set_key_rotation(frequencies, pairs="adjacent")
-    out = {path: torch.empty_like(q) for path in ("automatic", "reference")}
+    out = {path: torch.empty_like(q) for path in ("automatic", "prefill", "reference")}
     for path, target in out.items():
         plan = kc.AttendPlan(calls, HEADS * GROUP, 3, path=path)
-        assert plan.path == ("prefill" if path == "automatic" else path)
+        assert plan.path == ("integer" if path == "automatic" else path)
         plan.run(q, target)
     torch.cuda.synchronize()
-    assert relative(out["automatic"], out["reference"].double()) < 1e-3
+    for path in ("automatic", "prefill"):
+        assert relative(out[path], out["reference"].double()) < 1e-3
     assert relative(out["automatic"], attend(q, keys, values)[0]) < 0.2
 
 

@@ -119,6 +119,28 @@ TEST(BlockEmulation, KeysBeforeRope) {
   expect_turned<256, 256, true>(2);
 }
 
+template <int KeyDim, int ValueDim, bool Bfloat>
+void expect_few_turned(int first_page, int rows, int group) {
+  using C = BlockDecodeConfig<KeyDim, ValueDim, Bfloat, 1, true>;
+  for (const char* recipe : {"kvquant:k=3,v=3,rope=before", "kvquant:k=2,v=4,outliers=0.06,rope=before",
+                             "k=kvquant:4,v=kivi:2,outliers=0,rope=before"}) {
+    for (const auto& [name, rotation] : few_rotations(KeyDim)) {
+      SCOPED_TRACE(std::string(recipe) + ", " + name);
+      Problem problem(sealed(recipe).c_str(), {2, KeyDim, ValueDim, Bfloat ? DType::bf16 : DType::f16},
+                      {5 * kPage, rows, group, &rotation, first_page});
+      ASSERT_NE(problem.format().turns.places, nullptr);
+      problem.run(&block_decode_kernel<C>, C::threads, C::vectors, C::shared_bytes(problem.format(), C::threads));
+      EXPECT_LE(problem.error(), Bfloat ? 3e-3 : 1e-3);
+    }
+  }
+}
+
+TEST(BlockEmulation, FewVectorsOverKeysBeforeRope) {
+  over_few_shapes(
+      []<int KeyDim, int ValueDim, bool Bfloat>() { expect_few_turned<KeyDim, ValueDim, Bfloat>(KeyDim % 5, 2, 2); });
+  expect_few_turned<64, 64, false>(1 << 22, 1, 3);
+}
+
 // Where binary32 has no fraction of an angle left: pages from 2^23 and 2^29 tokens on.
 TEST(BlockEmulation, KeysBeforeRopeFarOut) {
   expect_turned<64, 64, false>(1 << 16);

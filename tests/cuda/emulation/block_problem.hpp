@@ -56,7 +56,7 @@ class Problem {
     if (call.rotation != nullptr) {
       cache_.set_key_rotation(*call.rotation);
       turns_ = make_turn_tables(*call.rotation, shape.key_dim);
-      format_.turns = turns_.at(turns_.turns.data(), turns_.offsets.data());
+      format_.turns = turns_.at(turns_.turns.data(), turns_.offsets.data(), turns_.places.data());
     }
     std::vector<std::int64_t> positions(static_cast<std::size_t>(call.length));
     std::iota(positions.begin(), positions.end(), std::int64_t{call.first_page} * kPage);
@@ -267,6 +267,15 @@ inline std::vector<NamedRotation> rotations(int key_dim) {
           {"40 of halves", make(RotaryPairs::halves, 40, 0.7)},
           {"14 of halves", make(RotaryPairs::halves, 14, 1)},
           {"10 of neighbours", make(RotaryPairs::adjacent, 10, 1)}};
+}
+// Those that kernels for few vectors take.
+inline std::vector<NamedRotation> few_rotations(int key_dim) {
+  std::vector<NamedRotation> all = rotations(key_dim);
+  all.erase(all.begin() + 2, all.begin() + 4);
+  KeyRotation half = make_rotation({RotaryPairs::halves, 32, 10000});
+  half.magnitude = 0.7;
+  all.push_back({"32 of halves", half});
+  return all;
 }
 
 }  // namespace kvant::cuda

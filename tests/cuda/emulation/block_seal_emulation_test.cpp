@@ -150,7 +150,7 @@ void expect_cpu_bytes(const Recipe& recipe, const CacheShape& shape, Rows rows, 
   TurnTables turns;
   if (rotation != nullptr) {
     turns = make_turn_tables(*rotation, shape.key_dim);
-    format.turns = turns.at(turns.turns.data(), turns.offsets.data());
+    format.turns = turns.at(turns.turns.data(), turns.offsets.data(), turns.places.data());
   }
   const auto page_bytes = static_cast<std::size_t>(format.page_bytes);
   std::vector<std::uint8_t> sealed(pages * page_bytes, kPoison);

@@ -48,6 +48,9 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct int2 {
+  int x, y;
+};
 struct alignas(8) uint2 {
   std::uint32_t x, y;
 };
