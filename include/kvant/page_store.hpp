@@ -117,6 +117,8 @@ class PageStore {
   std::span<const std::byte> sealed_block(std::int64_t page) const;
 
   StoreBytes bytes() const;
+  // What the stores hold together: pages that copy_cells shared among them at the same cells count once.
+  static StoreBytes bytes_of(std::span<const PageStore> stores);
   StoreCounts counts() const;
 
   struct Impl;  // src/cache/store.hpp; attention reads the pages through it

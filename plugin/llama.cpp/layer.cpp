@@ -231,15 +231,7 @@ void Layer::seal(int threads) {
 }
 
 StoreBytes Layer::bytes() const {
-  StoreBytes sum;
-  for (const PageStore& s : stores_) {
-    const StoreBytes b = s.bytes();
-    sum.sealed += b.sealed;
-    sum.open += b.open;
-    sum.exact += b.exact;
-    sum.tables += b.tables;
-  }
-  return sum;
+  return PageStore::bytes_of(stores_);
 }
 
 LayerReport Layer::report() const {

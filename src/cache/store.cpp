@@ -351,26 +351,39 @@ std::span<const std::byte> PageStore::sealed_block(std::int64_t page) const {
 }
 
 StoreBytes PageStore::bytes() const {
+  return bytes_of({this, 1});
+}
+
+StoreBytes PageStore::bytes_of(std::span<const PageStore> stores) {
   StoreBytes bytes;
-  bytes.tables = sizeof(Impl) + impl_->pages.capacity() * sizeof(Page) +
-                 impl_->open_pages.capacity() * sizeof(std::int64_t) + impl_->query_sums.capacity() * sizeof(double) +
-                 impl_->query_moments.capacity() * sizeof(float);
-  const TileLayout& key = impl_->layout.key;
+  for (std::size_t s = 0; s < stores.size(); ++s) stores[s].impl_->add_bytes(stores.first(s), bytes);
+  return bytes;
+}
+
+void PageStore::Impl::add_bytes(std::span<const PageStore> counted, StoreBytes& bytes) const {
+  bytes.tables += sizeof(Impl) + pages.capacity() * sizeof(Page) + open_pages.capacity() * sizeof(std::int64_t) +
+                  query_sums.capacity() * sizeof(double) + query_moments.capacity() * sizeof(float);
+  const TileLayout& key = layout.key;
   bytes.tables += (key.range_min.capacity() + key.range_max.capacity()) * sizeof(float);
-  if (impl_->probes) bytes.tables += impl_->probes->bytes();
-  if (impl_->rotation) bytes.tables += impl_->rotation->bytes();
-  for (const Page& page : impl_->pages) {
-    if (page.clocks) bytes.tables += static_cast<std::size_t>(impl_->tokens()) * sizeof(std::int64_t);
-    if (page.positions) bytes.tables += impl_->layout.position_bytes;
-    if (page.open) bytes.open += impl_->rows.bytes;
-    if (page.queries) bytes.tables += impl_->layout.query_bytes;
+  if (probes) bytes.tables += probes->bytes();
+  if (rotation) bytes.tables += rotation->bytes();
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const Page& page = pages[i];
+    if (page.clocks) bytes.tables += static_cast<std::size_t>(tokens()) * sizeof(std::int64_t);
+    if (page.positions) bytes.tables += layout.position_bytes;
+    if (page.open) bytes.open += rows.bytes;
+    if (page.queries) bytes.tables += layout.query_bytes;
+    const auto shared = [&](const PageStore& other) {
+      const std::vector<Page>& theirs = other.impl_->pages;
+      return i < theirs.size() && theirs[i].sealed == page.sealed;
+    };
     if (!page.sealed) continue;
-    bytes.sealed += impl_->layout.page_bytes;
+    if (page.sealed.use_count() > 1 && std::any_of(counted.begin(), counted.end(), shared)) continue;
+    bytes.sealed += layout.page_bytes;
     bytes.tables += sizeof(cache::SealedPage) + 2 * sizeof(void*);  // the shared_ptr's counter sits beside it
     const cache::ExactRows& exact = page.sealed->exact;
-    if (exact.rows) bytes.exact += cache::RowsLayout(impl_->shape, exact.capacity).bytes + exact.cells.capacity();
+    if (exact.rows) bytes.exact += cache::RowsLayout(shape, exact.capacity).bytes + exact.cells.capacity();
   }
-  return bytes;
 }
 
 StoreCounts PageStore::counts() const {

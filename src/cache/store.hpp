@@ -65,6 +65,8 @@ struct PageStore::Impl {
   // Cells of a page that exist: fewer than a page only at the end of the store.
   int valid_cells(std::int64_t page) const;
   bool is_full(std::int64_t page) const;
+  // Adds what this store holds and none of `counted` does.
+  void add_bytes(std::span<const PageStore> counted, StoreBytes& bytes) const;
 
   // Throws unless rows of this shape and these values may be written (the checks of PageStore::write).
   void check_rows(Side side, const ConstView& view, std::int64_t count) const;
