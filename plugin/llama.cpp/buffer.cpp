@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 
 #include "config.hpp"
 #include "host.hpp"
@@ -43,7 +44,13 @@ bool parse_cache_name(const char* name, int* layer, Side* side) {
 CacheBuffer::CacheBuffer(std::size_t bytes) : memory_(bytes), pool_(make_page_pool()) {}
 
 CacheBuffer::~CacheBuffer() {
-  Ledger::instance().close(this);
+  Holdings held{idle_, 0, 0};
+  for (const auto& [layer, part] : held_) {
+    held.bytes += part.bytes;
+    held.cells += part.cells;
+    held.values += part.values;
+  }
+  Ledger::instance().close(this, held);
 }
 
 void CacheBuffer::add(const abi::Tensor& t) {
@@ -90,6 +97,11 @@ void CacheBuffer::settle(const CacheRef& ref, const char* what) {
   if (ref && ref.layer->mode() == Mode::pending) pass_through(*ref.layer, what);
 }
 
+void CacheBuffer::check() const {
+  if (spoilt_by_ == nullptr) return;
+  throw std::runtime_error(std::string(spoilt_by_) + " failed before; the cache is incomplete until it is cleared");
+}
+
 void CacheBuffer::clear(std::uint8_t value) {
   memory_.zero();
   for (auto& [index, layer] : layers_) {
@@ -100,6 +112,7 @@ void CacheBuffer::clear(std::uint8_t value) {
       std::memset(layer.tensor(side).data, value, layer.tensor(side).bytes);
     }
   }
+  spoilt_by_ = nullptr;
   if (value == 0) return;
   for (const auto& [address, tensor] : plain_) std::memset(tensor.data, value, tensor.bytes);
 }

@@ -70,6 +70,10 @@ class CacheBuffer final : public StatusSource {
   void settle(const CacheRef& ref, const char* what);
 
   void clear(std::uint8_t value);
+  // The host could not be told that a write failed; `what` is why evaluations fail until the buffer is cleared.
+  void spoil(const char* what) { spoilt_by_ = what; }
+  // Throws std::runtime_error when a write failed.
+  void check() const;
   // Brings the ledger up to date after a layer changed.
   void account(const Layer& layer);
 
@@ -89,6 +93,7 @@ class CacheBuffer final : public StatusSource {
   std::map<const void*, Plain> plain_;  // states and the like, named cache_*
   std::unordered_map<const Layer*, Holdings> held_;
   std::int64_t idle_ = 0;
+  const char* spoilt_by_ = nullptr;
 };
 
 // The buffer type of this device, and the buffers behind tensors of it.

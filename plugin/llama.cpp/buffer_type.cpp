@@ -31,6 +31,17 @@ void guarded(const char* what, Action action) {
   }
 }
 
+// These functions have no result, so the host takes the cache for what it wanted to write: the next evaluation fails.
+template <typename Action>
+void guarded_write(abi::Buffer* buffer, const char* what, Action action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    say(std::string(what) + ": " + error.what());
+    self(buffer).spoil(what);
+  }
+}
+
 void free_buffer(abi::Buffer* buffer) {
   delete &self(buffer);
 }
@@ -50,7 +61,7 @@ abi::Status init_tensor(abi::Buffer* buffer, abi::Tensor* t) {
 }
 
 void set_tensor(abi::Buffer* buffer, abi::Tensor* t, const void* data, std::size_t offset, std::size_t size) {
-  guarded("writing a cache tensor", [&] {
+  guarded_write(buffer, "writing a cache tensor", [&] {
     const CacheRef ref = self(buffer).find(t);
     self(buffer).settle(ref, "the host wrote it before any attention");
     if (!ref.packed()) {
@@ -58,7 +69,8 @@ void set_tensor(abi::Buffer* buffer, abi::Tensor* t, const void* data, std::size
       return;
     }
     ref.layer->set_bytes(ref.side, root_offset(t, offset), data, size);
-    ref.layer->seal(0);
+    // The host restores all keys first: sealing them beside what the cells held before would encode them twice.
+    if (ref.side == Side::value) ref.layer->seal(0);
     self(buffer).account(*ref.layer);
   });
 }
@@ -77,7 +89,7 @@ void get_tensor(abi::Buffer* buffer, const abi::Tensor* t, void* data, std::size
 }
 
 void memset_tensor(abi::Buffer* buffer, abi::Tensor* t, std::uint8_t value, std::size_t offset, std::size_t size) {
-  guarded("filling a cache tensor", [&] {
+  guarded_write(buffer, "filling a cache tensor", [&] {
     const CacheRef ref = self(buffer).find(t);
     self(buffer).settle(ref, "the host filled it before any attention");
     if (!ref.packed()) {
@@ -121,7 +133,7 @@ bool copy_tensor(abi::Buffer* buffer, const abi::Tensor* source, abi::Tensor* ta
 }
 
 void clear(abi::Buffer* buffer, std::uint8_t value) {
-  guarded("clearing a cache buffer", [&] { self(buffer).clear(value); });
+  guarded_write(buffer, "clearing a cache buffer", [&] { self(buffer).clear(value); });
 }
 
 const char* type_name(abi::BufferType*) {

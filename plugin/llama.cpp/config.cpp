@@ -60,7 +60,8 @@ const Config& load_config() {
     throw std::runtime_error("KVANT_RECORD needs rows that nothing has changed: KVANT_RECIPE must be f16, not '" +
                              read->recipe_text + "'");
   }
-  read->record_before_rope = parse_record_rope(environment("KVANT_RECORD_ROPE", "after"));
+  const bool before_rope = parse_record_rope(environment("KVANT_RECORD_ROPE", "after"));
+  read->record_before_rope = before_rope && !read->record.empty();
   read->status = environment("KVANT_STATUS", "");
   read->device_type = parse_device_type(environment("KVANT_DEVICE_TYPE", "igpu"));
   // Also reports a bad KVANT_KERNEL here instead of in the middle of a computation.

@@ -52,7 +52,9 @@ void Engine::compute_node(abi::Tensor* node) {
   for (const abi::Tensor* source : node->src) {
     if (source == nullptr) continue;
     const CacheRef ref = cache_ref(source);
-    if (ref) ref.buffer->settle(ref, "the host read it without flash attention");
+    if (!ref) continue;
+    ref.buffer->check();
+    ref.buffer->settle(ref, "the host read it without flash attention");
     packed = packed || ref.packed();
   }
   if (!packed) {

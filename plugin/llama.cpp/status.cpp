@@ -23,6 +23,7 @@ struct Ledger::State {
   std::vector<const StatusSource*> open;
   std::vector<BufferReport> closed;
   Holdings held;
+  Holdings left;  // by closed sources: still in the last report of the session, gone once another source goes on
   std::int64_t peak_bytes = 0;
   Holdings fullest;  // at the moment when the most cells were written
   int threads = 0;
@@ -74,6 +75,12 @@ double per_value(double bits, double values) {
   return values > 0 ? bits / values : 0.0;
 }
 
+void add(Holdings& sum, const Holdings& part, std::int64_t sign) {
+  sum.bytes += sign * part.bytes;
+  sum.cells += sign * part.cells;
+  sum.values += sign * part.values;
+}
+
 // Totals over layers that follow from their shapes alone.
 struct Capacity {
   double bits_times_values = 0;
@@ -93,6 +100,7 @@ struct Capacity {
 void Ledger::State::reset_session() {
   closed.clear();
   held = {};
+  left = {};
   peak_bytes = 0;
   fullest = {};
   workspace = 0;
@@ -162,12 +170,13 @@ void Ledger::open(const StatusSource* source) {
   state_->open.push_back(source);
 }
 
-void Ledger::close(const StatusSource* source) {
+void Ledger::close(const StatusSource* source, const Holdings& held) {
   const std::lock_guard lock(state_->mutex);
   const auto at = std::find(state_->open.begin(), state_->open.end(), source);
   if (at == state_->open.end()) return;
   state_->open.erase(at);
   state_->closed.push_back(source->report());
+  add(state_->left, held, 1);
   if (!state_->open.empty()) return;
   state_->report_session();
   state_->reset_session();
@@ -176,9 +185,10 @@ void Ledger::close(const StatusSource* source) {
 void Ledger::change(const Holdings& before, const Holdings& now) {
   const std::lock_guard lock(state_->mutex);
   Holdings& held = state_->held;
-  held.bytes += now.bytes - before.bytes;
-  held.cells += now.cells - before.cells;
-  held.values += now.values - before.values;
+  add(held, state_->left, -1);
+  state_->left = {};
+  add(held, now, 1);
+  add(held, before, -1);
   state_->peak_bytes = std::max(state_->peak_bytes, held.bytes);
   // ">=" follows the bytes down again when pages are sealed after the last cell was written.
   if (held.cells >= state_->fullest.cells) state_->fullest = held;

@@ -57,8 +57,8 @@ class Ledger {
   static Ledger& instance();
 
   void open(const StatusSource* source);
-  // Takes the source's last report and, when it was the last one open, ends the session.
-  void close(const StatusSource* source);
+  // Takes the source's last report and what it held; when it was the last one open, ends the session.
+  void close(const StatusSource* source, const Holdings& held);
   // A buffer now holds `now` where it held `before`.
   void change(const Holdings& before, const Holdings& now);
   void set_threads(int threads);

@@ -108,6 +108,14 @@ class Context:
         assert llama_cpp.llama_state_seq_get_data_ext(self.handle, data, size, sequence, flags) == size
         return data
 
+    def fails(self, tokens, first):
+        """True if the host cannot evaluate these tokens."""
+        try:
+            self.fill(tokens, first)
+        except AssertionError:
+            return True
+        return False
+
     def restore(self, data, sequence=0, flags=0):
         assert llama_cpp.llama_state_seq_set_data_ext(self.handle, data, len(data), sequence, flags) > 0
 

@@ -8,7 +8,7 @@ rounds activations to 8 bits, and any change of arithmetic makes 0.0036.)
 import json
 
 import pytest
-from conftest import read_status, run_python
+from conftest import kvant_lines, read_status, run_python
 
 NOISE = 0.001
 # What 4-bit pages may add when they are made as early as possible (pages and window of 32 tokens).
@@ -153,3 +153,23 @@ def test_sinks_go_by_position(plugin, smollm2_f16, text, tmp_path):
     # Both prompts were written before any page was sealed: sequence 0 in cells 0..149, sequence 1 behind it.
     assert all(layer["exact_bytes"] >= 2 * 32 * row for layer in held["layers"])
     assert not [note for note in held["notes"] if "position" in note]
+
+
+def test_restoring_twice_is_restoring_once_and_what_cannot_be_stored_is_not_used(plugin, smollm2_f16, text):
+    done = run_python("restoring_scenario.py", plugin, smollm2_f16, text, recipe="balanced")
+    assert done.stdout.split() == ["same", "True", "fails", "True", "cleared", "True"], done.stderr
+    lines = kvant_lines(done.stderr)
+    assert "nan" in lines[0] and "incomplete" in lines[1]
+
+
+def test_how_to_record_means_nothing_where_nothing_is_recorded(plugin, smollm2_f16, text):
+    name = "quantized_type:streams"
+    assert kld_of(run_scenarios("f16", plugin, smollm2_f16, text, [name], KVANT_RECORD_ROPE="before"), name) < 0.02
+
+
+def test_shared_pages_are_counted_once(plugin, smollm2_f16, text, tmp_path):
+    status = tmp_path / "status.json"
+    run_scenarios(PACKED, plugin, smollm2_f16, text, ["copied_sequence:streams"], KVANT_STATUS=str(status))
+    for layer in read_status(status)["layers"]:
+        page = 3 * 64 * 32 * 2  # values; 9 pages of 32 tokens of the prefix are sealed, and shared
+        assert layer["sealed_bytes"] < 0.7 * layer["sealed_pages"] * page * 5 / 8
