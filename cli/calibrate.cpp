@@ -12,6 +12,8 @@
 #include "cli/errors.hpp"
 #include "cli/host.hpp"
 #include "cli/model.hpp"
+#include "cli/paths.hpp"
+#include "cli/process.hpp"
 #include "cli/progress.hpp"
 #include "cli/recorded.hpp"
 #include "cli/table.hpp"
@@ -36,13 +38,6 @@ struct CalibrateOptions {
 };
 
 constexpr std::int64_t kSinks = 1;  // the first token of a chunk, which the recipe does not quantize either
-
-// Before the long part.
-void check_output(const std::string& path) {
-  std::filesystem::path folder = std::filesystem::path(path).parent_path();
-  if (folder.empty()) folder = ".";
-  if (access(folder.c_str(), W_OK) != 0) throw CliError(Exit::io, fmt::format("cannot write {}", path));
-}
 
 void check_space(const CalibrateOptions& options, const ModelShape& model, const std::filesystem::path& rows) {
   std::uint64_t values = 0;
@@ -82,7 +77,9 @@ void record(const CalibrateOptions& options, const std::filesystem::path& scratc
                    fmt::format("{} is too short: chunks of {} tokens need a text of at least {} tokens", options.text,
                                options.context, 2 * options.context));
   }
-  if (outcome.exit_code != 0 || !std::filesystem::exists(rows)) {
+  // The host ends with 0 when an evaluation fails; the rows up to there would be taken for all of them.
+  const bool failed = outcome.exit_code != 0 || output.find("failed to decode") != std::string::npos;
+  if (failed || !std::filesystem::exists(rows)) {
     throw CliError(Exit::child_failed,
                    fmt::format("llama-perplexity ended with exit code {} and recorded {}:\n{}", outcome.exit_code,
                                std::filesystem::exists(rows) ? "rows" : "nothing", outcome.err));
@@ -153,6 +150,7 @@ void execute(CalibrateOptions options) {
   calibration.before_rope = options.rope == "before";
   calibration.weighted = fisher.has_value();
   for (const int layer : recorded.layers()) {
+    throw_if_interrupted();
     calibration.layers.push_back(calibrate(recorded, fisher ? &*fisher : nullptr, layer, options, calibration.tokens));
   }
   write_file(options.output, to_bytes(calibration));

@@ -33,7 +33,7 @@ void check_calibrations(const LayerRecipes& recipes, const ModelShape& model) {
   if (!has_calibration(recipes)) return;
   try {
     for (std::size_t i = 0; i < model.layers.size(); ++i) {
-      const Recipe recipe = recipes.at(static_cast<int>(i));
+      const Recipe recipe = recipes.at(model.numbers[i]);
       if (!recipe.file.empty()) check_layer(recipe, model, model.layers[i]);
     }
   } catch (const Error& error) {

@@ -36,6 +36,22 @@ Json read_status(const std::filesystem::path& path, const RowSpec& spec, const O
   return status;
 }
 
+// Layers that the host kept would lend their quality to the recipe, and their bytes would be missing.
+void check_held(const CompareContext& context, const RowSpec& spec, const Json& status) {
+  const Json passed = status.value("passed_through", Json::array());
+  const auto seen = status.value("layers", Json::array()).size() +
+                    static_cast<std::size_t>(std::count_if(passed.begin(), passed.end(), [](const Json& entry) {
+                      return entry.value("tensor", "").starts_with("cache_k_l");
+                    }));
+  if (seen >= context.model.layers.size()) return;
+  throw CliError(
+      Exit::unsupported,
+      fmt::format("recipe {}: {} of the model's {} layers came to the plug-in, the host kept the others "
+                  "(LLAMA_ARG_N_GPU_LAYERS, LLAMA_ARG_NO_KV_OFFLOAD?); notes: {}",
+                  spec.text, seen, context.model.layers.size(),
+                  status.value("notes", Json::array()).dump(-1, ' ', false, Json::error_handler_t::replace)));
+}
+
 void check_inputs(const CompareOptions& options) {
   for (const std::string& path : {options.model, options.text}) {
     if (access(path.c_str(), R_OK) != 0) throw CliError(Exit::io, fmt::format("cannot read {}", path));
@@ -119,6 +135,7 @@ Outcome run_row(const CompareContext& context, const RowSpec& spec, const Tool& 
   }
   if (!spec.stock()) {
     Json written = read_status(status_path, spec, outcome);
+    check_held(context, spec, written);
     if (status != nullptr) *status = std::move(written);
   }
   return outcome;

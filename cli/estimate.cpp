@@ -117,7 +117,7 @@ Estimate estimate_recipe(const ModelShape& model, const LayerRecipes& recipes, s
   std::vector<std::pair<LayerShape, Recipe>> kinds;  // of layers, each once
   std::vector<std::int64_t> counts;
   for (std::size_t i = 0; i < model.layers.size(); ++i) {
-    std::pair<LayerShape, Recipe> kind(model.layers[i], recipes.at(static_cast<int>(i)));
+    std::pair<LayerShape, Recipe> kind(model.layers[i], recipes.at(model.numbers[i]));
     const auto found = std::find(kinds.begin(), kinds.end(), kind);
     if (found == kinds.end()) {
       kinds.push_back(std::move(kind));
@@ -145,8 +145,7 @@ Estimate estimate_stock(const ModelShape& model, std::string_view key_type, std:
     estimate.open += static_cast<std::uint64_t>(per_cell * static_cast<double>(cells));
     const std::uint64_t values = values_of(layer, cells);
     estimate.values += values;
-    estimate.bits_asymptotic +=
-        per_cell * 8 * static_cast<double>(values) / (layer.kv_heads * (layer.key_dim + layer.value_dim));
+    estimate.bits_asymptotic += per_cell * 8 * static_cast<double>(values) / static_cast<double>(values_of(layer, 1));
   }
   average_bits(estimate);
   return estimate;

@@ -116,6 +116,7 @@ void add_layers(const Keys& keys, ModelShape& model, std::size_t layers) {
     const HeadDims dims = windowed[i] ? narrow : full;
     if (dims.key == 0 || dims.value == 0) throw CliError(Exit::bad_input, "the head size is missing or 0");
     model.layers.push_back({static_cast<int>(kv_heads[i]), dims.key, dims.value, windowed[i] ? window : 0});
+    model.numbers.push_back(static_cast<int>(i));
   }
 }
 

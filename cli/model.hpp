@@ -25,6 +25,7 @@ struct ModelShape {
   std::uint64_t vocabulary = 0;
   std::uint64_t file_bytes = 0;
   std::vector<LayerShape> layers;  // those that have a KV cache of their own
+  std::vector<int> numbers;        // of these layers in the model, which rules of recipes and calibrations go by
   std::vector<std::string> notes;  // what had to be assumed
 };
 

@@ -98,4 +98,13 @@ Tool find_tool(const std::string& name, const std::string& tools_dir) {
   throw CliError(Exit::io, fmt::format("'{}' was not found in --tools, KVANT_LLAMA_DIR or PATH", name));
 }
 
+void check_output(const std::string& path) {
+  fs::path folder = fs::path(path).parent_path();
+  if (folder.empty()) folder = ".";
+  const bool exists = access(path.c_str(), F_OK) == 0;
+  if (access(exists ? path.c_str() : folder.c_str(), W_OK) != 0 || fs::is_directory(path)) {
+    throw CliError(Exit::io, fmt::format("cannot write {}", path));
+  }
+}
+
 }  // namespace kvant::cli

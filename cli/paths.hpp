@@ -19,4 +19,7 @@ struct Tool {
 // Throws CliError(io) when it is nowhere.
 Tool find_tool(const std::string& name, const std::string& tools_dir);
 
+// For files that are written after long work. Throws CliError(io) that names the path.
+void check_output(const std::string& path);
+
 }  // namespace kvant::cli

@@ -33,24 +33,7 @@ void note_signal(int signal) {
   interrupted = signal;
 }
 
-// Turns SIGINT and SIGTERM into a flag while a child runs, so that temporary files are removed.
-class SignalGuard {
- public:
-  SignalGuard() {
-    struct sigaction action {};
-    action.sa_handler = note_signal;
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &previous_[i]);
-  }
-  ~SignalGuard() {
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &previous_[i], nullptr);
-  }
-  SignalGuard(const SignalGuard&) = delete;
-  SignalGuard& operator=(const SignalGuard&) = delete;
-
- private:
-  static constexpr std::array<int, 2> kSignals = {SIGINT, SIGTERM};
-  std::array<struct sigaction, 2> previous_{};
-};
+constexpr std::array<int, 2> kSignals = {SIGINT, SIGTERM};
 
 std::vector<std::string> merged_environment(const Command& command) {
   std::vector<std::string> merged;
@@ -113,7 +96,7 @@ void await(pid_t pid, const std::function<void(double)>& tick, Outcome& outcome)
     if (interrupted != 0) {
       kill(pid, SIGTERM);
       waitpid(pid, &status, 0);
-      throw CliError(Exit::child_failed, "interrupted");
+      throw_if_interrupted();
     }
     tick(elapsed());
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -124,6 +107,20 @@ void await(pid_t pid, const std::function<void(double)>& tick, Outcome& outcome)
 }
 
 }  // namespace
+
+SignalGuard::SignalGuard() {
+  struct sigaction action {};
+  action.sa_handler = note_signal;
+  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &previous_[i]);
+}
+
+SignalGuard::~SignalGuard() {
+  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &previous_[i], nullptr);
+}
+
+void throw_if_interrupted() {
+  if (interrupted != 0) throw CliError(Exit::child_failed, "interrupted");
+}
 
 TemporaryDir::TemporaryDir() {
   std::error_code error;
@@ -144,7 +141,6 @@ TemporaryDir::~TemporaryDir() {
 Outcome run_captured(const Command& command, const fs::path& scratch, const std::function<void(double)>& tick) {
   const fs::path out = scratch / "stdout.txt";
   const fs::path err = scratch / "stderr.txt";
-  const SignalGuard guard;
   Outcome outcome;
   await(spawn(command, out, err), tick, outcome);
   outcome.out = read_file(out);

@@ -1,6 +1,8 @@
 // Child programs: their environment, a wait with progress, and the memory they used.
 #pragma once
 
+#include <array>
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -24,6 +26,20 @@ struct Outcome {
   std::string err;
 };
 
+// While it lives, SIGINT and SIGTERM only raise a flag, so that temporary files are removed; long work has to look at
+// it.
+class SignalGuard {
+ public:
+  SignalGuard();
+  ~SignalGuard();
+  SignalGuard(const SignalGuard&) = delete;
+  SignalGuard& operator=(const SignalGuard&) = delete;
+
+ private:
+  std::array<struct sigaction, 2> previous_{};
+};
+void throw_if_interrupted();  // CliError
+
 // A directory under TMPDIR (or /tmp) that is removed at the end, also after Ctrl-C.
 class TemporaryDir {
  public:
@@ -34,6 +50,7 @@ class TemporaryDir {
   const std::filesystem::path& path() const { return path_; }
 
  private:
+  SignalGuard guard_;
   std::filesystem::path path_;
 };
 

@@ -150,7 +150,8 @@ std::vector<LayerRecipes> parse_recipe_lists(const std::vector<std::string>& lis
   std::vector<LayerRecipes> recipes;
   for (const std::string& text : split_all(lists)) {
     RowSpec row = parse_row(text);
-    if (row.recipe) recipes.push_back(*std::move(row.recipe));
+    if (row.stock()) throw CliError(Exit::usage, fmt::format("'{}' is a type of the host; here are recipes", text));
+    recipes.push_back(*std::move(row.recipe));
   }
   if (recipes.empty()) {
     recipes.push_back(parse_layer_recipes("f16"));

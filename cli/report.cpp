@@ -38,7 +38,12 @@ Bytes bytes_of(const CompareContext& context, const CompareRow& row) {
     return {estimate.total(), estimate.bits(), estimate.bits_asymptotic};
   }
   const double at_peak = field(row.status, "kv_bytes_at_peak_cells");
-  const double kv = at_peak > 0 ? at_peak : field(row.status, "kv_bytes");
+  double kv = at_peak > 0 ? at_peak : field(row.status, "kv_bytes");
+  // Layers that are passed through are a part of the cache; the stock row has them too.
+  for (const Json& entry : row.status.value("passed_through", Json::array())) {
+    const std::string tensor = entry.value("tensor", "");
+    if (tensor.starts_with("cache_k_l") || tensor.starts_with("cache_v_l")) kv += field(entry, "bytes");
+  }
   return {static_cast<std::uint64_t>(kv), field(row.status, "bits_per_value"), field(row.status, "bits_asymptotic")};
 }
 

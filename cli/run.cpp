@@ -21,6 +21,11 @@ struct RunOptions {
   std::string tools;
 };
 
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
 // The file behind -m or --model, or that of the environment; empty when the program finds its model in another way.
 std::string model_of(const std::vector<std::string>& program) {
   for (std::size_t i = 1; i + 1 < program.size(); ++i) {
@@ -53,7 +58,9 @@ void execute(const RunOptions& options, const std::vector<std::string>& program)
   if (program.empty()) throw CliError(Exit::usage, "no program: kvant run [options] -- llama-server -m model.gguf ...");
   check_model(recipes, program);
   settings.plugin = find_plugin(options.plugin);
-  settings.status = options.status;
+  settings.status = options.status.empty() ? environment("KVANT_STATUS") : options.status;
+  settings.record = environment("KVANT_RECORD");
+  settings.record_rope = environment("KVANT_RECORD_ROPE");
   // The program may change its working directory; "stderr" is a word of the plug-in, not a file.
   if (!settings.status.empty() && settings.status != "stderr") {
     settings.status = std::filesystem::absolute(settings.status).string();

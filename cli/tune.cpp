@@ -10,6 +10,7 @@
 #include "cli/calibrations.hpp"
 #include "cli/commands.hpp"
 #include "cli/errors.hpp"
+#include "cli/paths.hpp"
 #include "cli/table.hpp"
 #include "kvant/layout.hpp"
 
@@ -33,8 +34,8 @@ double bits_of(const LayerShape& layer, const Recipe& recipe) {
 }
 
 // Calibrated recipes differ from layer to layer.
-Recipe of_layer(const Recipe& recipe, std::size_t layer) {
-  return LayerRecipes{{{0, kAllLayers, recipe}}}.at(static_cast<int>(layer));
+Recipe of_layer(const Recipe& recipe, int layer) {
+  return LayerRecipes{{{0, kAllLayers, recipe}}}.at(layer);
 }
 
 RowSpec row_of(const LayerRecipes& recipes) {
@@ -56,7 +57,7 @@ class Tuner {
     s.floor = kld(LayerRecipes{{{0, kAllLayers, control}}});
     for (int first = 0; first < layers(); first += group_) {
       const int last = std::min(first + group_, layers()) - 1;
-      const double together = kld(LayerRecipes{{{first, last, ladder_[0]}, {0, kAllLayers, control}}});
+      const double together = kld(LayerRecipes{{{number(first), number(last), ladder_[0]}, {0, kAllLayers, control}}});
       const int count = last - first + 1;
       s.layer.insert(s.layer.end(), static_cast<std::size_t>(count), s.floor + (together - s.floor) / count);
     }
@@ -67,7 +68,9 @@ class Tuner {
   double kld(const LayerRecipes& recipes) const {
     CompareRow row;
     row.spec = row_of(recipes);
-    return measure_row(context_, base_, context_.options.chunks, row).kld;
+    const double kld = measure_row(context_, base_, context_.options.chunks, row).kld;
+    check_held(row);
+    return kld;
   }
 
   LayerRecipes recipes_for(const std::vector<int>& rungs) const {
@@ -77,8 +80,8 @@ class Tuner {
       while (end + 1 < layers() && rungs[static_cast<std::size_t>(end + 1)] == rungs[static_cast<std::size_t>(layer)]) {
         ++end;
       }
-      const int last = end + 1 == layers() ? kAllLayers : end;
-      recipes.rules.push_back({last == kAllLayers ? 0 : layer, last,
+      const int last = end + 1 == layers() ? kAllLayers : number(end);
+      recipes.rules.push_back({last == kAllLayers ? 0 : number(layer), last,
                                ladder_[static_cast<std::size_t>(rungs[static_cast<std::size_t>(layer)])]});
       layer = end + 1;
     }
@@ -88,6 +91,17 @@ class Tuner {
   int layers() const { return static_cast<int>(context_.model.layers.size()); }
 
  private:
+  // Layers that the host kept look as if no recipe could harm them.
+  void check_held(const CompareRow& row) const {
+    const std::size_t held = row.status.value("layers", Json::array()).size();
+    if (held == context_.model.layers.size()) return;
+    throw CliError(Exit::unsupported,
+                   fmt::format("recipe {}: the plug-in held {} of the model's {} layers; kvant compare says why",
+                               row.spec.text, held, context_.model.layers.size()));
+  }
+
+  int number(int layer) const { return context_.model.numbers[static_cast<std::size_t>(layer)]; }
+
   const CompareContext& context_;
   const QualityBase& base_;
   std::vector<Recipe> ladder_;
@@ -126,6 +140,7 @@ void execute(TuneOptions options) {
   const RungCosts costs = rung_costs(model, ladder);
   const std::vector<int> uniform = best_uniform(costs, options.bits);
   if (options.threads == 0) options.threads = available_processors();
+  if (!options.output.empty()) check_output(options.output);
   const TemporaryDir scratch;
   const int layers = static_cast<int>(model.layers.size());
   // The base, the control, groups, rungs, and the two candidates.
@@ -179,7 +194,7 @@ RungCosts rung_costs(const ModelShape& model, std::vector<Recipe>& ladder) {
   const auto cost = [&](const Recipe& recipe) {
     double bits = 0;
     for (std::size_t i = 0; i < model.layers.size(); ++i) {
-      bits += bits_of(model.layers[i], of_layer(recipe, i)) * values_of(model.layers[i]);
+      bits += bits_of(model.layers[i], of_layer(recipe, model.numbers[i])) * values_of(model.layers[i]);
     }
     return bits;
   };
@@ -188,7 +203,9 @@ RungCosts rung_costs(const ModelShape& model, std::vector<Recipe>& ladder) {
   for (std::size_t i = 0; i < model.layers.size(); ++i) {
     const LayerShape& layer = model.layers[i];
     std::vector<double> bits;
-    for (const Recipe& recipe : ladder) bits.push_back(bits_of(layer, of_layer(recipe, i)) * values_of(layer));
+    for (const Recipe& recipe : ladder) {
+      bits.push_back(bits_of(layer, of_layer(recipe, model.numbers[i])) * values_of(layer));
+    }
     costs.layer_bits.push_back(std::move(bits));
     costs.values += values_of(layer);
   }

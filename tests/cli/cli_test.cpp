@@ -149,6 +149,13 @@ TEST(Estimate, StockTypesAreTheirBits) {
   EXPECT_DOUBLE_EQ(mixed.bits(), 6.5);
 }
 
+TEST(Estimate, HeadsAreCountedInMoreThan32Bits) {
+  ModelShape model;
+  model.layers = {{1 << 16, 1 << 16, 1 << 16, 0}};
+  model.numbers = {0};
+  EXPECT_DOUBLE_EQ(estimate_stock(model, "f16", "f16", 1024, 512).bits_asymptotic, 16);
+}
+
 TEST(Estimate, ShortContextsAreAllOpen) {
   const ModelShape model = model_shape(GgufMetadata::parse(small_model()));
   const Estimate estimate = estimate_recipe(model, parse_layer_recipes("kivi"), 100, 512);
@@ -169,6 +176,7 @@ TEST(Table, AlignsAndEscapesNothing) {
 TEST(Tune, GreedyAllocationIsCloseToTheBestOfAllAssignments) {
   ModelShape model;
   model.layers = {{2, 64, 64, 0}, {1, 64, 64, 0}, {2, 64, 64, 0}};
+  model.numbers = {0, 1, 2};
   std::vector<Recipe> ladder = {parse_recipe("kivi:k=4,v=4"), parse_recipe("kivi:k=2,v=2"),
                                 parse_recipe("kivi:k=3,v=3")};
   const RungCosts costs = rung_costs(model, ladder);

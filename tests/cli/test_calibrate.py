@@ -162,3 +162,22 @@ def test_bad_files_and_paths_are_named(kvant, model, text, tmp_path):
     assert done.returncode == BAD_INPUT and "too short" in done.stderr
     done = kvant("run", "--recipe", f"kvquant:file={bad}", "--", "llama-bench")
     assert done.returncode == USAGE and str(bad) in done.stderr
+
+
+def test_an_evaluation_that_failed_midway_is_no_calibration(learned, kvant, model, text, tmp_path):
+    """llama-perplexity ends with 0 then, and what it recorded up to there must not pass for all of it."""
+    _, rows = learned
+    tools, file = tmp_path / "tools", tmp_path / "short.kvcal"
+    tools.mkdir()
+    program = tools / "llama-perplexity"
+    program.write_text(f"#!/bin/sh\ncp '{rows}' \"$KVANT_RECORD\"\necho 'failed to decode' >&2\n")
+    program.chmod(0o755)
+    done = kvant("calibrate", "-m", model, "-f", text, "-o", file, "--tools", tools, "-c", 96, "--chunks", 2)
+    assert done.returncode == CHILD and "failed to decode" in done.stderr
+    assert not file.exists()
+
+
+def test_what_cannot_be_written_is_said_before_anything_runs(kvant, model, text, tmp_path):
+    for output in (tmp_path, tmp_path / "nowhere" / "file"):
+        done = kvant("calibrate", "-m", model, "-f", text, "-o", output, *SHORT)
+        assert done.returncode == IO and str(output) in done.stderr and "recording" not in done.stderr

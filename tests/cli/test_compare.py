@@ -106,3 +106,11 @@ def test_host_that_ignores_the_plugin(kvant, model, text, broken_host):
                  "--plugin", text)  # fmt: skip
     assert done.returncode == UNSUPPORTED
     assert "did not use it" in done.stderr
+
+
+@pytest.mark.parametrize("layers", [0, 10])
+def test_layers_that_the_host_kept_are_an_error(kvant, model, text, layers):
+    done = kvant("compare", "-m", model, "-f", text, *SHORT, "--no-speed", "--recipes", "kivi",
+                 env={"LLAMA_ARG_N_GPU_LAYERS": str(layers)})  # fmt: skip
+    assert done.returncode == UNSUPPORTED and not done.stdout
+    assert f"{max(0, layers - 1)} of the model's 30 layers" in done.stderr

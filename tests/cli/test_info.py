@@ -177,3 +177,13 @@ def test_estimate_agrees_with_a_live_run(kvant, model, text, tmp_path, recipe):
 def test_output_into_a_closed_pipe_ends(model):
     command = f"'{KVANT}' info -m '{os.fspath(model)}' -c 100 | true"
     assert subprocess.run(["bash", "-c", command], timeout=20, check=False, stderr=subprocess.PIPE).returncode == 0
+
+
+def test_rules_go_by_the_layers_of_the_model(kvant, tmp_path):
+    """Layers without KV heads have numbers too: the plug-in sees layer 3 of this model, and no layer 0."""
+    file = tmp_path / "hybrid.gguf"
+    file.write_bytes(gguf_bytes(llama(llama__attention__head_count_kv=[0, 0, 0, 2])))
+    for layer, sealed in ((0, False), (3, True)):
+        done = kvant("info", "-m", file, "-c", 4096, "--json", "--recipes", f"layers={layer}:kivi,*:f16")
+        assert done.returncode == 0, done.stderr
+        assert (json.loads(done.stdout)["recipes"][1]["sealed"] > 0) == sealed

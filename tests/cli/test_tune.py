@@ -32,3 +32,7 @@ def test_what_cannot_be_is_said_before_anything_runs(kvant, model, text):
     assert kvant(*arguments, "--bits", 20).returncode == USAGE
     assert kvant("tune", "-m", model, "-f", text, "--bits", 4, "--ladder", "layers=0:f16,*:kivi").returncode == USAGE
     assert kvant("tune", "-m", text, "-f", text, "--bits", 4, "--ladder", LADDER).returncode == BAD_INPUT
+    done = kvant(*arguments, "--bits", 4, "-o", "/nowhere/recipe")
+    assert done.returncode == IO and "/nowhere/recipe" in done.stderr and "llama-perplexity" not in done.stderr
+    done = kvant("tune", "-m", model, "-f", text, "--bits", 5, "--ladder", "stock:q4_0; kivi:k=2,v=2")
+    assert done.returncode == USAGE and "stock:q4_0" in done.stderr

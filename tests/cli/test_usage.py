@@ -175,3 +175,10 @@ def test_full_disk_is_an_io_error(kvant):
 
         done = subprocess.run([KVANT, "info"], stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == IO
+
+
+def test_run_keeps_status_and_record_of_the_environment(kvant, tools, plugin):
+    env = {"KVANT_STATUS": "stderr", "KVANT_RECORD": "/tmp/rows", "KVANT_RECORD_ROPE": "before"}
+    done = kvant("run", "--recipe", "f16", "--plugin", plugin, "--tools", tools, "--", "llama-show", env=env)
+    assert done.returncode == OK, done.stderr
+    assert env.items() <= environment_of(done.stdout).items()
