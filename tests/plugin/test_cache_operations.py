@@ -164,7 +164,7 @@ def test_restoring_twice_is_restoring_once_and_what_cannot_be_stored_is_not_used
 
 def test_how_to_record_means_nothing_where_nothing_is_recorded(plugin, smollm2_f16, text):
     name = "quantized_type:streams"
-    assert kld_of(run_scenarios("f16", plugin, smollm2_f16, text, [name], KVANT_RECORD_ROPE="before"), name) < 0.02
+    assert kld_of(run_scenarios("f16", plugin, smollm2_f16, text, [name], KVANT_RECORD_ROPE="before"), name) < 2 * NOISE
 
 
 def test_shared_pages_are_counted_once(plugin, smollm2_f16, text, tmp_path):
