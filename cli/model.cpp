@@ -109,6 +109,7 @@ void add_layers(const Keys& keys, ModelShape& model, std::size_t layers) {
   const HeadDims narrow = {static_cast<int>(keys.integer("attention.key_length_swa", full.key, kMaxDim)),
                            static_cast<int>(keys.integer("attention.value_length_swa", full.value, kMaxDim))};
   const std::int64_t window = keys.integer("attention.sliding_window", 0, kMaxContext);
+  model.recurrent = keys.find("ssm.conv_kernel") != nullptr;
   const std::vector<bool> windowed =
       window > 0 ? windowed_layers(keys, model, layers) : std::vector<bool>(layers, false);
   for (std::size_t i = 0; i < layers_with_cache(keys, layers); ++i) {

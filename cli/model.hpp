@@ -26,6 +26,7 @@ struct ModelShape {
   std::uint64_t file_bytes = 0;
   std::vector<LayerShape> layers;  // those that have a KV cache of their own
   std::vector<int> numbers;        // of these layers in the model, which rules of recipes and calibrations go by
+  bool recurrent = false;          // layers among these may keep a state instead, which some files do not tell
   std::vector<std::string> notes;  // what had to be assumed
 };
 

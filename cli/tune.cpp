@@ -94,7 +94,7 @@ class Tuner {
   // Layers that the host kept look as if no recipe could harm them.
   void check_held(const CompareRow& row) const {
     const std::size_t held = row.status.value("layers", Json::array()).size();
-    if (held == context_.model.layers.size()) return;
+    if (held == context_.model.layers.size() || (held > 0 && context_.model.recurrent)) return;
     throw CliError(Exit::unsupported,
                    fmt::format("recipe {}: the plug-in held {} of the model's {} layers; kvant compare says why",
                                row.spec.text, held, context_.model.layers.size()));
